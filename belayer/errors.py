@@ -1,0 +1,185 @@
+"""Every error that Belayer raises on purpose. Each carries its facts as fields and says what to do in its message.
+
+A command ends with exit code 2 and the message alone for any BelayerError; a traceback therefore always means a bug.
+"""
+
+from __future__ import annotations
+
+
+class BelayerError(Exception):
+    """The root of Belayer's own errors."""
+
+
+class InputError(BelayerError):
+    """Something that a person gave us (file, option, setting) is not usable; the message names it and what was expected."""
+
+
+# --- journal -----------------------------------------------------------------------------------------------------
+
+
+class JournalError(BelayerError):
+    """The root of the journal's errors."""
+
+
+class FencedError(JournalError):
+    """A later writer has taken the stream over; this writer must stop and read the journal again."""
+
+    def __init__(self, stream: str, epoch: int, current_epoch: int) -> None:
+        super().__init__(
+            f"{stream}: epoch {epoch} is fenced off by epoch {current_epoch}; "
+            "stop writing, read the stream again and take it over if the work is still yours"
+        )
+        self.stream = stream
+        self.epoch = epoch
+        self.current_epoch = current_epoch
+
+
+class WrongSequenceError(JournalError):
+    """The writer believed in another last sequence than the stream has."""
+
+    def __init__(self, stream: str, expected: int, actual: int) -> None:
+        super().__init__(
+            f"{stream}: expected sequence {expected} to be the last one, but the stream is at {actual}; "
+            "read the stream again before appending"
+        )
+        self.stream = stream
+        self.expected = expected
+        self.actual = actual
+
+
+class JournalUnavailableError(JournalError):
+    """The server did not answer in time. Whether the append took effect is unknown: ask by event id."""
+
+    def __init__(self, address: str, waited_s: float, cause: str) -> None:
+        super().__init__(f"no answer from the journal at {address} for {waited_s:.1f} s ({cause}); is the server up?")
+        self.address = address
+        self.waited_s = waited_s
+        self.cause = cause
+
+
+class ServerRefusedError(JournalError):
+    """The server cannot keep what the durability mode promises; said at connect, before anything is written."""
+
+    def __init__(self, address: str, what: str, found: str, remedy: str) -> None:
+        super().__init__(f"the server at {address} cannot be used: {what} (found: {found}); {remedy}")
+        self.address = address
+        self.what = what
+        self.found = found
+        self.remedy = remedy
+
+
+class UnknownStreamError(JournalError):
+    """No stream of that name is in the journal."""
+
+    def __init__(self, stream: str, hint: str = "`belayer status` lists what the journal has") -> None:
+        super().__init__(f"{stream} is not in the journal; {hint}")
+        self.stream = stream
+
+
+class CodecError(JournalError):
+    """Stored bytes are not an event that this version can read."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"{where}: {problem}")
+        self.where = where
+        self.problem = problem
+
+
+class UnknownEventError(CodecError):
+    """An event of a tag that this version does not know, written by a newer Belayer."""
+
+    def __init__(self, where: str, tag: str, known_version: str) -> None:
+        super().__init__(
+            where, f"event tag {tag!r} is unknown to Belayer {known_version}; read this journal with the newer version that wrote it"
+        )
+        self.tag = tag
+
+
+class DamagedJournalError(JournalError):
+    """A stream whose digests, sequences or epochs do not hang together; `belayer audit` names every place."""
+
+    def __init__(self, stream: str, sequence: int, problem: str) -> None:
+        super().__init__(f"{stream} at sequence {sequence}: {problem}; `belayer audit` lists every finding")
+        self.stream = stream
+        self.sequence = sequence
+        self.problem = problem
+
+
+class ProtocolError(JournalError):
+    """The caller's next event does not fit the trajectory's state (for example tokens without a generation)."""
+
+
+# --- engines -----------------------------------------------------------------------------------------------------
+
+
+class EngineFailedError(BelayerError):
+    """An engine process died, hung or broke its stream: an infrastructure failure, never a model output."""
+
+    def __init__(self, incarnation: str, evidence: str) -> None:
+        super().__init__(f"engine {incarnation} failed: {evidence}")
+        self.incarnation = incarnation
+        self.evidence = evidence
+
+
+class PrefixRefusedError(BelayerError):
+    """The recorded engine was given a prefix that is not the recording's: the caller resumed wrongly."""
+
+    def __init__(self, offset: int, problem: str) -> None:
+        super().__init__(f"the prefix is not the recording's at token {offset}: {problem}")
+        self.offset = offset
+        self.problem = problem
+
+
+# --- sandbox -----------------------------------------------------------------------------------------------------
+
+
+class SandboxError(BelayerError):
+    """The root of the sandbox's errors."""
+
+
+class SandboxFailedError(SandboxError):
+    """The container is dead or does not answer: an infrastructure failure, never an observation."""
+
+    def __init__(self, incarnation: str, evidence: str) -> None:
+        super().__init__(f"sandbox {incarnation} failed: {evidence}")
+        self.incarnation = incarnation
+        self.evidence = evidence
+
+
+class HostUnfitError(SandboxError):
+    """This machine cannot run sandboxes (Docker down, CRIU missing or too old, not root); `belayer doctor` says more."""
+
+    def __init__(self, what: str, found: str, remedy: str) -> None:
+        super().__init__(f"{what}: {found}; {remedy}")
+        self.what = what
+        self.found = found
+        self.remedy = remedy
+
+
+class CheckpointRefusedError(SandboxError):
+    """The sandbox is in a state that a checkpoint would not capture whole; nothing was frozen for it or published."""
+
+    def __init__(self, incarnation: str, cause: str, process: str = "") -> None:
+        named = f" (process {process})" if process else ""
+        super().__init__(f"sandbox {incarnation} cannot be checkpointed now: {cause}{named}")
+        self.incarnation = incarnation
+        self.cause = cause
+        self.process = process
+
+
+class CheckpointFailedError(SandboxError):
+    """A checkpoint was begun and given up; whatever it wrote is removed and the sandbox goes on."""
+
+    def __init__(self, checkpoint: str, cause: str) -> None:
+        super().__init__(f"checkpoint {checkpoint} was given up: {cause}")
+        self.checkpoint = checkpoint
+        self.cause = cause
+
+
+class RestoreFailedError(SandboxError):
+    """A checkpoint could not be restored; whatever was created for it is removed."""
+
+    def __init__(self, checkpoint: str, cause: str) -> None:
+        super().__init__(f"checkpoint {checkpoint} could not be restored: {cause}")
+        self.checkpoint = checkpoint
+        self.cause = cause

@@ -1,0 +1,73 @@
+"""Names of things: streams, events, checkpoints, incarnations. Pure strings and bytes, no I/O but the random source."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from typing import NamedTuple
+
+from belayer.errors import InputError
+
+EVENT_ID_BYTES = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+
+
+class StreamKind(enum.StrEnum):
+    """What an entity is; each entity's events are one stream."""
+
+    TRAJECTORY = "trajectory"
+    SANDBOX = "sandbox"
+    WORKER = "worker"
+    RUN = "run"
+
+
+class StreamId(NamedTuple):
+    """One entity's stream, written `kind/name`. A sandbox has the name of the trajectory that it serves."""
+
+    kind: StreamKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> StreamId:
+        """Read `kind/name`; a text that is not one is an InputError."""
+        kind, slash, name = text.partition("/")
+        if not slash or kind not in StreamKind.__members__.values():
+            raise InputError(f"{text!r} is not a stream; expected one of {', '.join(StreamKind)}, a slash and a name")
+        return cls(StreamKind(kind), checked_name(name))
+
+
+def checked_name(name: str) -> str:
+    """The name itself when it may name an entity: it becomes part of Redis keys, container names and paths."""
+    if not _NAME.match(name):
+        raise InputError(f"{name!r} is not a usable name; expected 1 to 128 of A-Z a-z 0-9 . _ - and a letter or digit first")
+    return name
+
+
+def trajectory(name: str) -> StreamId:
+    return StreamId(StreamKind.TRAJECTORY, checked_name(name))
+
+
+def sandbox(name: str) -> StreamId:
+    return StreamId(StreamKind.SANDBOX, checked_name(name))
+
+
+def worker(name: str) -> StreamId:
+    return StreamId(StreamKind.WORKER, checked_name(name))
+
+
+def run(name: str) -> StreamId:
+    return StreamId(StreamKind.RUN, checked_name(name))
+
+
+def new_event_id() -> bytes:
+    """16 random bytes: the identity under which an uncertain append is looked up again."""
+    return os.urandom(EVENT_ID_BYTES)
+
+
+def new_suffix() -> str:
+    """8 random hex digits, to tell incarnations and checkpoints apart."""
+    return os.urandom(4).hex()

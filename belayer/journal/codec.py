@@ -1,0 +1,169 @@
+"""Events to bytes and back, and the digest chain that ties each event to the one before it.
+
+An entry is one append: a msgpack array of envelopes, at least one. An envelope is the msgpack array
+[event id, digest of the previous event's envelope, wall-clock ns, event]. An event's digest is blake2b-128 over its encoded
+envelope, so a hole, a swap or an edit anywhere breaks the chain from there on. Bytes that are not such an entry raise
+CodecError; an event tag of a newer version raises UnknownEventError; nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from belayer import __version__
+from belayer.errors import CodecError, UnknownEventError
+from belayer.ids import StreamId
+from belayer.journal.events import AnyEvent
+
+DIGEST_BYTES = 16
+GENESIS = bytes(DIGEST_BYTES)
+"""The 'digest of the previous event' of a stream's first event."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What is stored of one event, around the event itself."""
+
+    event_id: bytes
+    previous_digest: bytes
+    time_ns: int
+    event: AnyEvent
+
+
+class Entry(NamedTuple):
+    """One append as stored: events `last_sequence - count + 1` to `last_sequence` of epoch `epoch`."""
+
+    epoch: int
+    last_sequence: int
+    count: int
+    body: bytes
+
+    @property
+    def expected_sequence(self) -> int:
+        """The sequence that the writer believed to be the stream's last one."""
+        return self.last_sequence - self.count
+
+
+class Recorded(NamedTuple):
+    """One event as read back: where it stands, what ties it to its neighbours, and the event."""
+
+    stream: StreamId
+    epoch: int
+    sequence: int
+    event_id: bytes
+    time_ns: int
+    previous_digest: bytes
+    digest: bytes
+    event: AnyEvent
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+_split = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+UPCASTERS: dict[str, Callable[[list[Any]], list[Any]]] = {}
+"""Old tag -> the event's fields, tag first, in the form of a current tag. Empty until a tag changes incompatibly."""
+
+
+def digest_of(envelope: bytes | memoryview) -> bytes:
+    """blake2b-128 of an encoded envelope."""
+    return hashlib.blake2b(envelope, digest_size=DIGEST_BYTES).digest()
+
+
+def encode_entry(
+    epoch: int,
+    after_sequence: int,
+    previous_digest: bytes,
+    events: Sequence[AnyEvent],
+    event_ids: Iterable[bytes],
+    time_ns: int,
+) -> tuple[Entry, bytes]:
+    """The entry for events after `after_sequence`, and the digest of the last of them."""
+    envelopes: list[bytes] = []
+    for event_id, event in zip(event_ids, events, strict=True):
+        encoded = _encoder.encode(Envelope(event_id, previous_digest, time_ns, event))
+        previous_digest = digest_of(encoded)
+        envelopes.append(encoded)
+    body = _array_header(len(envelopes)) + b"".join(envelopes)
+    return Entry(epoch, after_sequence + len(envelopes), len(envelopes), body), previous_digest
+
+
+def split_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) -> list[msgspec.Raw]:
+    """The encoded envelopes of a stored entry, in order."""
+    try:
+        envelopes = _split.decode(body)
+    except msgspec.DecodeError as error:
+        raise CodecError(f"{stream} entry {epoch}-{last_sequence}", f"not an entry: {error}") from None
+    if not envelopes or len(envelopes) > last_sequence:
+        raise CodecError(f"{stream} entry {epoch}-{last_sequence}", f"holds {len(envelopes)} events")
+    return envelopes
+
+
+def decode_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) -> list[Recorded]:
+    """The events of a stored entry, in order. The chain between them is for the reader to check."""
+    envelopes = split_entry(stream, epoch, last_sequence, body)
+    first = last_sequence - len(envelopes) + 1
+    recorded: list[Recorded] = []
+    for sequence, raw in enumerate(envelopes, first):
+        encoded = memoryview(raw)
+        envelope = _decode_envelope(f"{stream} at sequence {sequence}", encoded)
+        recorded.append(
+            Recorded(
+                stream,
+                epoch,
+                sequence,
+                envelope.event_id,
+                envelope.time_ns,
+                envelope.previous_digest,
+                digest_of(encoded),
+                envelope.event,
+            )
+        )
+    return recorded
+
+
+def _decode_envelope(where: str, encoded: memoryview) -> Envelope:
+    try:
+        return _decoder.decode(encoded)
+    except msgspec.ValidationError as error:
+        problem = str(error)
+    except msgspec.DecodeError as error:
+        raise CodecError(where, f"not an event: {error}") from None
+    tag, upcast = _upcast(encoded)
+    if upcast is not None:
+        try:
+            return msgspec.convert(upcast, Envelope)
+        except msgspec.ValidationError as error:
+            raise CodecError(where, f"an old {tag!r} event that cannot be read: {error}") from None
+    if tag is not None and tag not in KNOWN_TAGS:
+        raise UnknownEventError(where, tag, __version__)
+    raise CodecError(where, f"not an event: {problem}")
+
+
+def _upcast(encoded: memoryview) -> tuple[str | None, list[Any] | None]:
+    match msgspec.msgpack.decode(encoded):
+        case [event_id, previous_digest, time_ns, [str() as tag, *_] as fields]:
+            if tag in UPCASTERS:
+                return tag, [event_id, previous_digest, time_ns, UPCASTERS[tag](fields)]
+            return tag, None
+        case _:
+            return None, None
+
+
+def _array_header(length: int) -> bytes:
+    """msgpack's header of an array of `length` items (its specification, 'array format family')."""
+    if length < 16:
+        return bytes([0x90 | length])
+    if length < 1 << 16:
+        return b"\xdc" + length.to_bytes(2, "big")
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
+def _tags() -> frozenset[str]:
+    return frozenset(str(member.__struct_config__.tag) for member in AnyEvent.__args__)
+
+
+KNOWN_TAGS = _tags()

@@ -1,0 +1,338 @@
+"""The events: past-tense facts about one entity, frozen, tagged, never changed once written.
+
+Tags are part of the stored format. A new field gets a default and keeps its tag; a breaking change gets a new tag and an
+upcaster in `belayer.journal.codec`. Structs travel as msgpack arrays in field order, so fields are only ever added at the end.
+Token columns are packed little-endian bytes (see `belayer.journal.columns`).
+
+Boundaries are named by (number, sequence): the action's number on its branch and the sequence of its ActionCommitted in the
+trajectory's stream; the initial state is boundary (0, 0). After a rewind a number comes again with another sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="tag"):
+    """The base of all events. Never instantiated itself."""
+
+
+# --- any stream --------------------------------------------------------------------------------------------------
+
+
+class EpochStarted(Event, frozen=True, array_like=True, tag="epoch-started"):
+    """A writer has taken the stream over; every lower epoch is refused from here on."""
+
+    epoch: int
+    writer: str
+
+
+class FailureDetected(Event, frozen=True, array_like=True, tag="failure-detected"):
+    """The entity's incarnation has failed. `evidence` is what was seen, for a person to read."""
+
+    incarnation: str
+    kind: Literal["died", "hung", "unreachable", "gpu", "action-lost"]
+    evidence: str
+    detected_by: str
+
+
+class RecoveryStarted(Event, frozen=True, array_like=True, tag="recovery-started"):
+    """The intent to replace the failed incarnation; repeated by whoever takes an unfinished recovery over."""
+
+    failed_incarnation: str
+    plan: str
+    recovered_by: str
+
+
+# --- trajectory --------------------------------------------------------------------------------------------------
+
+
+class TrajectoryStarted(Event, frozen=True, array_like=True, tag="trajectory-started"):
+    """A trajectory has begun. `prompt`: token ids, packed u32. `labels`: whatever the caller wants to find it by."""
+
+    run: str
+    task: str
+    prompt: bytes
+    labels: dict[str, str] = {}
+
+
+class GenerationStarted(Event, frozen=True, array_like=True, tag="generation-started"):
+    """An engine begins to generate; generations are numbered from 1 on their branch."""
+
+    generation: int
+    worker: str
+    incarnation: str
+
+
+class GenerationResumed(Event, frozen=True, array_like=True, tag="generation-resumed"):
+    """Another engine incarnation goes on after `offset` journaled tokens of this generation."""
+
+    generation: int
+    offset: int
+    worker: str
+    incarnation: str
+
+
+class TokensAppended(Event, frozen=True, array_like=True, tag="tokens-appended"):
+    """A token chunk: `count` tokens from `offset` in the generation.
+
+    `token_ids`: count x u32; `logprobs`: count x f32; `loss_mask`: count x u8, all little-endian.
+    """
+
+    generation: int
+    offset: int
+    count: int
+    token_ids: bytes
+    logprobs: bytes
+    loss_mask: bytes
+    weight_version: int
+
+
+class GenerationFinished(Event, frozen=True, array_like=True, tag="generation-finished"):
+    """The generation has ended with `count` tokens."""
+
+    generation: int
+    count: int
+    finish_reason: str
+
+
+class ActionStarted(Event, frozen=True, array_like=True, tag="action-started"):
+    """The intent to run an action; actions are numbered from 1 on their branch."""
+
+    action: int
+    command: str
+    timeout_s: float
+    sandbox_incarnation: str
+
+
+class ActionCommitted(Event, frozen=True, array_like=True, tag="action-committed"):
+    """The boundary: the action has ended and this is what the model sees of it.
+
+    `observation`: token ids, packed u32; `observation_digest`: blake2b-128 of the output as the runner captured it.
+    """
+
+    action: int
+    exit_status: int
+    observation: bytes
+    observation_digest: bytes
+    duration_s: float
+    timed_out: bool = False
+    dropped_bytes: int = 0
+
+
+class Rewound(Event, frozen=True, array_like=True, tag="rewound"):
+    """Everything after boundary (number, sequence) is superseded. Nothing is deleted."""
+
+    to_boundary: int
+    to_sequence: int
+    reason: str
+
+
+class TrajectoryResumed(Event, frozen=True, array_like=True, tag="trajectory-resumed"):
+    """Context and environment agree again; the rollout may take the trajectory over and go on."""
+
+    boundary: int
+    boundary_sequence: int
+    sandbox_incarnation: str
+
+
+class TrajectoryFinished(Event, frozen=True, array_like=True, tag="trajectory-finished"):
+    """The trajectory's sample is complete."""
+
+    reason: str
+    reward: float | None = None
+
+
+class TrajectoryAborted(Event, frozen=True, array_like=True, tag="trajectory-aborted"):
+    """The trajectory was given up; its sample must not be trained on."""
+
+    reason: str
+
+
+# --- sandbox -----------------------------------------------------------------------------------------------------
+
+
+class SandboxCreated(Event, frozen=True, array_like=True, tag="sandbox-created"):
+    """A fresh container at boundary 0. `pid` and `pid_start_ticks` name the container's process 1 on its host."""
+
+    incarnation: str
+    container_id: str
+    image_digest: str
+    host: str
+    pid: int
+    pid_start_ticks: int
+    run: str
+
+
+class CheckpointStarted(Event, frozen=True, array_like=True, tag="checkpoint-started"):
+    """The intent to capture the boundary of this incarnation."""
+
+    checkpoint: str
+    incarnation: str
+    boundary: int
+    boundary_sequence: int
+
+
+class CheckpointPublished(Event, frozen=True, array_like=True, tag="checkpoint-published"):
+    """Layer and images of the boundary are complete, verified and durable. Only now may anyone restore it."""
+
+    checkpoint: str
+    incarnation: str
+    boundary: int
+    boundary_sequence: int
+    size_bytes: int
+    frozen_s: float
+    total_s: float
+
+
+class CheckpointDiscarded(Event, frozen=True, array_like=True, tag="checkpoint-discarded"):
+    """The checkpoint is not, or no longer, usable."""
+
+    checkpoint: str
+    reason: str
+
+
+class SandboxRestored(Event, frozen=True, array_like=True, tag="sandbox-restored"):
+    """A new incarnation holds the boundary's files and processes; `checkpoint` is empty for the initial state."""
+
+    checkpoint: str
+    boundary: int
+    boundary_sequence: int
+    incarnation: str
+    container_id: str
+    image_digest: str
+    host: str
+    pid: int
+    pid_start_ticks: int
+    restore_s: float
+
+
+class SandboxRemoved(Event, frozen=True, array_like=True, tag="sandbox-removed"):
+    """The trajectory needs no container any more and it is gone, with its checkpoints."""
+
+    incarnation: str
+    reason: str
+
+
+# --- worker ------------------------------------------------------------------------------------------------------
+
+
+class WorkerRegistered(Event, frozen=True, array_like=True, tag="worker-registered"):
+    """An engine process exists, as the main or as a shadow of the main."""
+
+    incarnation: str
+    role: Literal["main", "shadow"]
+    host: str
+    pid: int
+    pid_start_ticks: int
+    address: str
+    run: str
+
+
+class WorkerReady(Event, frozen=True, array_like=True, tag="worker-ready"):
+    """The incarnation serves requests (a shadow: could serve them after a handover) with this weight version."""
+
+    incarnation: str
+    weight_version: int
+
+
+class HandoverCompleted(Event, frozen=True, array_like=True, tag="handover-completed"):
+    """The shadow is the main now; the old incarnation is proved dead."""
+
+    from_incarnation: str
+    to_incarnation: str
+    handover_s: float
+
+
+class WorkerRemoved(Event, frozen=True, array_like=True, tag="worker-removed"):
+    """The incarnation's process is gone and nobody will start it again."""
+
+    incarnation: str
+    reason: str
+
+
+# --- run ---------------------------------------------------------------------------------------------------------
+
+
+class RunStarted(Event, frozen=True, array_like=True, tag="run-started"):
+    """A rollout has begun. `owner_pid` on `host`: when that process is gone, everything of the run is removed."""
+
+    host: str
+    owner_pid: int
+    owner_start_ticks: int
+    durability: str
+    belayer_version: str
+
+
+class RunFinished(Event, frozen=True, array_like=True, tag="run-finished"):
+    """The rollout has ended and left nothing behind."""
+
+    reason: str
+
+
+class WeightsPublished(Event, frozen=True, array_like=True, tag="weights-published"):
+    """Engines may serve this weight version from now on."""
+
+    weight_version: int
+
+
+class TrainerCheckpointed(Event, frozen=True, array_like=True, tag="trainer-checkpointed"):
+    """The learner's state after `step` is complete at `path`; it produced `weight_version`."""
+
+    step: int
+    weight_version: int
+    path: str
+
+
+TrajectoryEvent = (
+    TrajectoryStarted
+    | GenerationStarted
+    | GenerationResumed
+    | TokensAppended
+    | GenerationFinished
+    | ActionStarted
+    | ActionCommitted
+    | Rewound
+    | TrajectoryResumed
+    | TrajectoryFinished
+    | TrajectoryAborted
+)
+SandboxEvent = (
+    SandboxCreated
+    | CheckpointStarted
+    | CheckpointPublished
+    | CheckpointDiscarded
+    | SandboxRestored
+    | SandboxRemoved
+)
+WorkerEvent = WorkerRegistered | WorkerReady | HandoverCompleted | WorkerRemoved
+RunEvent = RunStarted | RunFinished | WeightsPublished | TrainerCheckpointed
+CommonEvent = EpochStarted | FailureDetected | RecoveryStarted
+AnyEvent = TrajectoryEvent | SandboxEvent | WorkerEvent | RunEvent | CommonEvent
+
+NOTICED = (
+    TrajectoryStarted,
+    ActionCommitted,
+    TrajectoryFinished,
+    TrajectoryAborted,
+    FailureDetected,
+    RecoveryStarted,
+    SandboxCreated,
+    CheckpointPublished,
+    SandboxRestored,
+    WorkerRegistered,
+    WorkerReady,
+    HandoverCompleted,
+    RunStarted,
+    RunFinished,
+)
+"""Events that someone must act on: their append also puts a notice on the shard's control stream, atomically."""
+
+
+def tag_of(event: AnyEvent) -> str:
+    """The event's stored tag, for messages and notices."""
+    tag = event.__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag

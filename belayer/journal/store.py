@@ -1,0 +1,98 @@
+"""What a journal store must do. Two implementations: in memory (the reference) and Redis Streams.
+
+Invariants that every implementation keeps, checked by one contract suite:
+- an entry is stored whole or not at all, and once stored never changes;
+- a stream's sequences run from 1 without gaps, its epochs never fall;
+- an append of an epoch below the stream's current one is refused, for ever;
+- an append is acknowledged only after the store has it as durably as its mode says;
+- repeating an append whose reply was lost (same event ids, same place) succeeds and stores nothing twice;
+- a noticed append puts its notice on the control stream in the same atomic step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple, Protocol
+
+from belayer.ids import StreamId, StreamKind
+from belayer.journal.codec import Entry
+
+
+class Notice(NamedTuple):
+    """'Look at this stream': `tag` says what was appended to it. May come twice, late, or for nothing."""
+
+    stream: StreamId
+    tag: str
+    delivery: str
+    """The store's own handle of this delivery, for `Subscription.done`."""
+
+
+class Subscription(Protocol):
+    """One consumer of a consumer group on the control streams: each notice goes to one consumer of the group."""
+
+    async def next(self, timeout_s: float) -> Notice | None:
+        """The next notice (a stale one of a dead consumer before a new one), or None when none came in time."""
+        ...
+
+    async def done(self, notice: Notice) -> None:
+        """The notice needs no more work. A notice that is never done goes to another consumer once it is stale."""
+        ...
+
+    async def renew(self, notice: Notice) -> None:
+        """The work on this notice goes on: it is not stale."""
+        ...
+
+
+class JournalStore(Protocol):
+    """Streams of entries. Methods raise JournalUnavailableError when the store does not answer within its deadline."""
+
+    @property
+    def durability(self) -> str:
+        """The named mode: memory, everysec, fsync or replicated."""
+        ...
+
+    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+        """Store the entry right after `entry.expected_sequence`; with a tag, also put a notice on the control stream.
+
+        FencedError: a higher epoch has the stream. WrongSequenceError: the stream is not at `entry.expected_sequence`.
+        """
+        ...
+
+    async def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Entry | None:
+        """Store `entry` (an EpochStarted of the next epoch) if `after` is still the stream's last entry.
+
+        Returns None when done, else the entry that is the last one now; the caller builds its entry anew on that.
+        `after` None: the stream must be empty. A repeat after a lost reply returns None.
+        """
+        ...
+
+    async def last(self, stream: StreamId) -> Entry | None:
+        """The stream's last entry, or None for an empty stream."""
+        ...
+
+    async def read(self, stream: StreamId, after_sequence: int = 0, limit: int = 1000) -> list[Entry]:
+        """Up to `limit` entries that end after `after_sequence`, oldest first."""
+        ...
+
+    async def wait(self, stream: StreamId, after_sequence: int, timeout_s: float) -> bool:
+        """True as soon as the stream is longer than `after_sequence`; False when it was not within the time."""
+        ...
+
+    async def streams(self, kind: StreamKind | None = None) -> Sequence[StreamId]:
+        """All streams that exist, sorted; of one kind when given."""
+        ...
+
+    async def remove(self, stream: StreamId) -> None:
+        """Remove the stream and its name. For the owner of a finished run, after archiving; nobody else."""
+        ...
+
+    def subscribe(
+        self, group: str, consumer: str, stale_after_s: float = 5.0
+    ) -> AbstractAsyncContextManager[Subscription]:
+        """Join the consumer group. Notices from before the group existed are delivered too."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the connection. Acknowledged appends are safe; waiting ones fail."""
+        ...

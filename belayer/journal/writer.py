@@ -1,0 +1,135 @@
+"""A stream's one writer at a time: takes the epoch over, then appends at the sequence and digest that it knows.
+
+Once FencedError or WrongSequenceError was raised the writer is finished: whoever holds it reads the stream again.
+After JournalUnavailableError the outcome of that append is unknown; `append` may be called again with nothing new
+(`retry`), which stores the same event ids at the same place, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from belayer.errors import DamagedJournalError, ProtocolError
+from belayer.ids import StreamId, new_event_id
+from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry
+from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, tag_of
+from belayer.journal.store import JournalStore
+
+_READ_LIMIT = 1000
+
+
+class Reader:
+    """Reads a stream forward and checks that each event follows the one before: sequence, epoch and digest."""
+
+    def __init__(self, store: JournalStore, stream: StreamId) -> None:
+        self._store = store
+        self.stream = stream
+        self.epoch = 0
+        self.sequence = 0
+        self.digest = GENESIS
+        self.last_entry: Entry | None = None
+
+    async def catch_up(self) -> list[Recorded]:
+        """All events since the last call. DamagedJournalError when they do not hang together."""
+        events: list[Recorded] = []
+        while entries := await self._store.read(self.stream, self.sequence, _READ_LIMIT):
+            for entry in entries:
+                events += self._accept(entry)
+            if len(entries) < _READ_LIMIT:
+                break
+        return events
+
+    async def wait(self, timeout_s: float) -> bool:
+        """True as soon as there is something to catch up with."""
+        return await self._store.wait(self.stream, self.sequence, timeout_s)
+
+    def _accept(self, entry: Entry) -> list[Recorded]:
+        events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)
+        for event in events:
+            if event.sequence != self.sequence + 1:
+                raise DamagedJournalError(str(self.stream), event.sequence, f"follows sequence {self.sequence}")
+            if event.epoch < self.epoch:
+                raise DamagedJournalError(str(self.stream), event.sequence, f"epoch fell to {event.epoch}")
+            if event.previous_digest != self.digest:
+                raise DamagedJournalError(str(self.stream), event.sequence, "the digest of the event before differs")
+            self.epoch, self.sequence, self.digest = event.epoch, event.sequence, event.digest
+        self.last_entry = entry
+        return events
+
+
+async def read_events(store: JournalStore, stream: StreamId) -> AsyncIterator[Recorded]:
+    """All events of a stream that exist now, checked, in bounded memory."""
+    reader = Reader(store, stream)
+    while events := await reader.catch_up():
+        for event in events:
+            yield event
+
+
+class StreamWriter:
+    """Appends to one stream under one epoch. Made by `take_over`."""
+
+    def __init__(self, store: JournalStore, stream: StreamId, epoch: int, sequence: int, digest: bytes) -> None:
+        self._store = store
+        self.stream = stream
+        self.epoch = epoch
+        self.sequence = sequence
+        self._digest = digest
+        self._uncertain: tuple[Entry, bytes, str | None] | None = None
+
+    async def append(self, *events: AnyEvent, time_ns: int | None = None) -> int:
+        """Store the events as one atomic group; the sequence of the last one. Returns once they are as durable as said."""
+        if self._uncertain is not None:
+            raise ProtocolError(f"{self.stream}: an earlier append has no known outcome; call retry() first")
+        entry, digest = encode_entry(
+            self.epoch,
+            self.sequence,
+            self._digest,
+            events,
+            [new_event_id() for _ in events],
+            time.time_ns() if time_ns is None else time_ns,
+        )
+        notice = next((tag_of(event) for event in events if isinstance(event, NOTICED)), None)
+        self._uncertain = (entry, digest, notice)
+        return await self.retry()
+
+    async def retry(self) -> int:
+        """Settle an append whose outcome is unknown: store it if it was not. The sequence of the last event."""
+        if self._uncertain is not None:
+            entry, digest, notice = self._uncertain
+            await self._store.append(self.stream, entry, notice)
+            self.sequence, self._digest, self._uncertain = entry.last_sequence, digest, None
+        return self.sequence
+
+
+async def take_over(
+    store: JournalStore,
+    stream: StreamId,
+    writer: str,
+    *,
+    new_id: Callable[[], bytes] = new_event_id,
+) -> tuple[StreamWriter, list[Recorded]]:
+    """Start the next epoch of a stream, fencing off every earlier writer; the new writer and all events to fold.
+
+    The events end with our own EpochStarted, so nothing can have come in between that the caller does not see.
+    """
+    reader = Reader(store, stream)
+    history = await reader.catch_up()
+    event_id = new_id()
+    while True:
+        epoch = reader.epoch + 1
+        started = EpochStarted(epoch, writer)
+        entry, digest = encode_entry(
+            epoch, reader.sequence, reader.digest, [started], [event_id], time.time_ns()
+        )
+        if await store.take_over(stream, reader.last_entry, entry) is None:
+            history += decode_entry(stream, epoch, entry.last_sequence, entry.body)
+            return StreamWriter(store, stream, epoch, entry.last_sequence, digest), history
+        history += await reader.catch_up()
+
+
+def events_of(history: Iterable[Recorded]) -> list[AnyEvent]:
+    """Only the events, for callers that need nothing else."""
+    return [recorded.event for recorded in history]
+
+

@@ -1,0 +1,141 @@
+"""What the rest of Belayer needs of sandboxes. One implementation is real: Docker and CRIU.
+
+A sandbox is one container incarnation serving one trajectory. Its runner takes numbered actions and runs each number at
+most once ever; asked for a number again, it answers with what that action gave. A dead or silent container is a
+SandboxFailedError, never an observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """How to make a trajectory's container. The same spec makes it again for the initial state."""
+
+    image: str
+    workdir: str = "/"
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    setup: Sequence[str] = ()
+    """Commands that bring a fresh container to boundary 0, before any action (services to start, say)."""
+    memory_bytes: int | None = None
+    cpus: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One numbered command, run by `bash -c` in a new session of its own."""
+
+    number: int
+    command: str
+    timeout_s: float = 60.0
+    output_limit_bytes: int = 1 << 20
+    """Beyond it the middle of the output is dropped and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an action gave: stdout and stderr as one stream, as the terminal would have shown it."""
+
+    exit_status: int
+    """The command's own; 128 + n when signal n ended it; 124 when it timed out."""
+    output: bytes
+    duration_s: float
+    timed_out: bool = False
+    dropped_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """A running container of a trajectory, as another process can find it."""
+
+    name: str
+    """The container's name in Docker; also what events call the incarnation."""
+    container_id: str
+    image_digest: str
+    host: str
+    pid: int
+    """The container's process 1 on its host."""
+    pid_start_ticks: int
+    """Its start time, so that a reused pid is not taken for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """A published checkpoint: what it cost."""
+
+    size_bytes: int
+    frozen_s: float
+    total_s: float
+
+
+class Sandbox(Protocol):
+    """A live incarnation in which actions run."""
+
+    @property
+    def incarnation(self) -> Incarnation: ...
+
+    async def run(self, action: Action) -> Observation:
+        """Run the action, or return what it gave if its number has already run. SandboxFailedError when the container is gone."""
+        ...
+
+    async def wait_dead(self) -> str:
+        """Return, with the evidence, once the container's process 1 is gone."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the container without ending it."""
+        ...
+
+
+class SandboxHost(Protocol):
+    """Makes, finds, captures and removes the containers of this machine."""
+
+    async def create(self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec) -> Incarnation:
+        """A fresh container at boundary 0, its setup done. Repeating it with the same name replaces what is there."""
+        ...
+
+    async def attach(self, incarnation: Incarnation) -> Sandbox:
+        """The live sandbox. SandboxFailedError when it is not alive."""
+        ...
+
+    async def is_alive(self, incarnation: Incarnation) -> bool:
+        """Whether the container's process 1 runs (the same one: pid and start time)."""
+        ...
+
+    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+        """full_checkpoint: freeze, verify that the runner is idle after `action`, capture layer and processes, publish.
+
+        CheckpointRefusedError: not in that state, nothing is left. CheckpointFailedError: given up, nothing is left.
+        """
+        ...
+
+    async def restore(
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str
+    ) -> Incarnation:
+        """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it."""
+        ...
+
+    async def remove(self, incarnation: str) -> None:
+        """Kill and remove the container and its folders, whatever state they are in. Nothing there is fine."""
+        ...
+
+    async def remove_checkpoint(self, checkpoint: str) -> None:
+        """Remove a checkpoint's files. Nothing there is fine."""
+        ...
+
+    async def incarnations(self, run: str | None = None) -> list[str]:
+        """Names of all containers of ours here (of one run), dead or alive."""
+        ...
+
+    async def checkpoints(self) -> list[str]:
+        """All published checkpoints here."""
+        ...
+
+    def checkpoint_path(self, checkpoint: str) -> Path:
+        """Where a published checkpoint lies."""
+        ...
