@@ -11,7 +11,7 @@ class BelayerError(Exception):
 
 
 class InputError(BelayerError):
-    """Something that a person gave us (file, option, setting) is not usable; the message names it and what was expected."""
+    """Something that a person gave us is not usable; the message names it and what was expected."""
 
 
 # --- journal -----------------------------------------------------------------------------------------------------
@@ -90,7 +90,8 @@ class UnknownEventError(CodecError):
 
     def __init__(self, where: str, tag: str, known_version: str) -> None:
         super().__init__(
-            where, f"event tag {tag!r} is unknown to Belayer {known_version}; read this journal with the newer version that wrote it"
+            where,
+            f"event tag {tag!r} is unknown to Belayer {known_version}; read it with the newer version that wrote it",
         )
         self.tag = tag
 
@@ -147,7 +148,7 @@ class SandboxFailedError(SandboxError):
 
 
 class HostUnfitError(SandboxError):
-    """This machine cannot run sandboxes (Docker down, CRIU missing or too old, not root); `belayer doctor` says more."""
+    """This machine cannot run sandboxes (Docker down, CRIU missing, not root); `belayer doctor` says more."""
 
     def __init__(self, what: str, found: str, remedy: str) -> None:
         super().__init__(f"{what}: {found}; {remedy}")

@@ -43,7 +43,9 @@ class StreamId(NamedTuple):
 def checked_name(name: str) -> str:
     """The name itself when it may name an entity: it becomes part of Redis keys, container names and paths."""
     if not _NAME.match(name):
-        raise InputError(f"{name!r} is not a usable name; expected 1 to 128 of A-Z a-z 0-9 . _ - and a letter or digit first")
+        raise InputError(
+            f"{name!r} is not a usable name; expected 1 to 128 of A-Z a-z 0-9 . _ - and a letter or digit first"
+        )
     return name
 
 

@@ -45,9 +45,7 @@ class EngineProcess:
 class Engine(Protocol):
     """A connection to one engine incarnation."""
 
-    def generate(
-        self, request: str, prefix: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[TokenBatch]:
+    def generate(self, request: str, prefix: Sequence[int], sampling: Sampling) -> AsyncIterator[TokenBatch]:
         """Stream the tokens that follow the prefix. EngineFailedError when the stream breaks before a finish reason."""
         ...
 

@@ -1,8 +1,8 @@
 """Events to bytes and back, and the digest chain that ties each event to the one before it.
 
-An entry is one append: a msgpack array of envelopes, at least one. An envelope is the msgpack array
-[event id, digest of the previous event's envelope, wall-clock ns, event]. An event's digest is blake2b-128 over its encoded
-envelope, so a hole, a swap or an edit anywhere breaks the chain from there on. Bytes that are not such an entry raise
+An entry is one append: a msgpack array of envelopes, at least one. An envelope is the msgpack array [event id, digest
+of the previous event's envelope, wall-clock ns, event]. An event's digest is blake2b-128 over its encoded envelope,
+so a hole, a swap or an edit anywhere breaks the chain from there on. Bytes that are not such an entry raise
 CodecError; an event tag of a newer version raises UnknownEventError; nothing is skipped.
 """
 
@@ -33,7 +33,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     event: AnyEvent
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True):
     """One append as stored: events `last_sequence - count + 1` to `last_sequence` of epoch `epoch`."""
 
     epoch: int
@@ -145,9 +145,9 @@ def _decode_envelope(where: str, encoded: memoryview) -> Envelope:
 
 def _upcast(encoded: memoryview) -> tuple[str | None, list[Any] | None]:
     match msgspec.msgpack.decode(encoded):
-        case [event_id, previous_digest, time_ns, [str() as tag, *_] as fields]:
+        case [event_id, previous_digest, time_ns, [str() as tag, *fields]]:
             if tag in UPCASTERS:
-                return tag, [event_id, previous_digest, time_ns, UPCASTERS[tag](fields)]
+                return tag, [event_id, previous_digest, time_ns, UPCASTERS[tag]([tag, *fields])]
             return tag, None
         case _:
             return None, None

@@ -29,7 +29,7 @@ def _pack(code: str, values: Iterable[float], what: str) -> bytes:
 def _unpack(code: str, packed: bytes, item_bytes: int, what: str) -> array[float]:
     if len(packed) % item_bytes:
         raise InputError(f"{what}: {len(packed)} bytes is not a multiple of {item_bytes}")
-    column = array(code)
+    column: array[float] = array(code)
     column.frombytes(packed)
     if _SWAP:
         column.byteswap()

@@ -1,11 +1,12 @@
 """The events: past-tense facts about one entity, frozen, tagged, never changed once written.
 
-Tags are part of the stored format. A new field gets a default and keeps its tag; a breaking change gets a new tag and an
-upcaster in `belayer.journal.codec`. Structs travel as msgpack arrays in field order, so fields are only ever added at the end.
-Token columns are packed little-endian bytes (see `belayer.journal.columns`).
+Tags are part of the stored format. A new field gets a default and keeps its tag; a breaking change gets a new tag and
+an upcaster in `belayer.journal.codec`. Structs travel as msgpack arrays in field order, so fields are only ever added
+at the end. Token columns are packed little-endian bytes (see `belayer.journal.columns`).
 
-Boundaries are named by (number, sequence): the action's number on its branch and the sequence of its ActionCommitted in the
-trajectory's stream; the initial state is boundary (0, 0). After a rewind a number comes again with another sequence.
+Boundaries are named by (number, sequence): the action's number on its branch and the sequence of its ActionCommitted
+in the trajectory's stream; the initial state is boundary (0, 0). After a rewind a number comes again with another
+sequence.
 """
 
 from __future__ import annotations
@@ -154,6 +155,18 @@ class TrajectoryAborted(Event, frozen=True, array_like=True, tag="trajectory-abo
 # --- sandbox -----------------------------------------------------------------------------------------------------
 
 
+class SandboxSpec(msgspec.Struct, frozen=True, array_like=True):
+    """How to make a trajectory's container, and make it again for the initial state."""
+
+    image: str
+    workdir: str = "/"
+    environment: dict[str, str] = {}
+    setup: tuple[str, ...] = ()
+    """Commands that bring a fresh container to boundary 0, before any action (services to start, say)."""
+    memory_bytes: int | None = None
+    cpus: float | None = None
+
+
 class SandboxCreated(Event, frozen=True, array_like=True, tag="sandbox-created"):
     """A fresh container at boundary 0. `pid` and `pid_start_ticks` name the container's process 1 on its host."""
 
@@ -164,6 +177,7 @@ class SandboxCreated(Event, frozen=True, array_like=True, tag="sandbox-created")
     pid: int
     pid_start_ticks: int
     run: str
+    spec: SandboxSpec
 
 
 class CheckpointStarted(Event, frozen=True, array_like=True, tag="checkpoint-started"):
@@ -300,12 +314,7 @@ TrajectoryEvent = (
     | TrajectoryAborted
 )
 SandboxEvent = (
-    SandboxCreated
-    | CheckpointStarted
-    | CheckpointPublished
-    | CheckpointDiscarded
-    | SandboxRestored
-    | SandboxRemoved
+    SandboxCreated | CheckpointStarted | CheckpointPublished | CheckpointDiscarded | SandboxRestored | SandboxRemoved
 )
 WorkerEvent = WorkerRegistered | WorkerReady | HandoverCompleted | WorkerRemoved
 RunEvent = RunStarted | RunFinished | WeightsPublished | TrainerCheckpointed
@@ -318,7 +327,6 @@ NOTICED = (
     TrajectoryFinished,
     TrajectoryAborted,
     FailureDetected,
-    RecoveryStarted,
     SandboxCreated,
     CheckpointPublished,
     SandboxRestored,
@@ -328,7 +336,10 @@ NOTICED = (
     RunStarted,
     RunFinished,
 )
-"""Events that someone must act on: their append also puts a notice on the shard's control stream, atomically."""
+"""Events that someone must act on: their append also puts a notice on the shard's control stream, atomically.
+
+RecoveryStarted is not among them: whoever holds the failure's notice is at work, and if he dies that notice goes stale.
+"""
 
 
 def tag_of(event: AnyEvent) -> str:

@@ -27,7 +27,7 @@ class Reader:
         self.stream = stream
         self.epoch = 0
         self.sequence = 0
-        self.digest = GENESIS
+        self.digest: bytes = GENESIS
         self.last_entry: Entry | None = None
 
     async def catch_up(self) -> list[Recorded]:
@@ -78,7 +78,7 @@ class StreamWriter:
         self._uncertain: tuple[Entry, bytes, str | None] | None = None
 
     async def append(self, *events: AnyEvent, time_ns: int | None = None) -> int:
-        """Store the events as one atomic group; the sequence of the last one. Returns once they are as durable as said."""
+        """Store the events as one atomic group; the sequence of the last. Returns once they are durable as said."""
         if self._uncertain is not None:
             raise ProtocolError(f"{self.stream}: an earlier append has no known outcome; call retry() first")
         entry, digest = encode_entry(
@@ -119,9 +119,7 @@ async def take_over(
     while True:
         epoch = reader.epoch + 1
         started = EpochStarted(epoch, writer)
-        entry, digest = encode_entry(
-            epoch, reader.sequence, reader.digest, [started], [event_id], time.time_ns()
-        )
+        entry, digest = encode_entry(epoch, reader.sequence, reader.digest, [started], [event_id], time.time_ns())
         if await store.take_over(stream, reader.last_entry, entry) is None:
             history += decode_entry(stream, epoch, entry.last_sequence, entry.body)
             return StreamWriter(store, stream, epoch, entry.last_sequence, digest), history
@@ -131,5 +129,3 @@ async def take_over(
 def events_of(history: Iterable[Recorded]) -> list[AnyEvent]:
     """Only the events, for callers that need nothing else."""
     return [recorded.event for recorded in history]
-
-

@@ -7,23 +7,11 @@ SandboxFailedError, never an observation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class SandboxSpec:
-    """How to make a trajectory's container. The same spec makes it again for the initial state."""
-
-    image: str
-    workdir: str = "/"
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    setup: Sequence[str] = ()
-    """Commands that bring a fresh container to boundary 0, before any action (services to start, say)."""
-    memory_bytes: int | None = None
-    cpus: float | None = None
+from belayer.journal.events import SandboxSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +114,10 @@ class SandboxHost(Protocol):
 
     async def remove_checkpoint(self, checkpoint: str) -> None:
         """Remove a checkpoint's files. Nothing there is fine."""
+        ...
+
+    async def remove_run(self, run: str) -> None:
+        """Remove every container and checkpoint here that is labelled with the run. Needs no journal."""
         ...
 
     async def incarnations(self, run: str | None = None) -> list[str]:

@@ -1,0 +1,103 @@
+"""The loop that every actor runs: take a notice, look, act, say done.
+
+A notice only says where to look, so handling it twice, late or for nothing is harmless; what makes an action happen
+once is the epoch that its handler takes. A handler that fails leaves its notice pending, and a dead actor leaves all
+of its own: they go stale and come to whichever actor asks next. Work in progress is renewed, so that only the dead
+lose it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from typing import Protocol
+
+import structlog
+
+from belayer.errors import BelayerError, FencedError, JournalUnavailableError, WrongSequenceError
+from belayer.journal.store import JournalStore, Notice, Subscription
+
+log = structlog.get_logger("belayer.actors")
+
+STALE_AFTER_S = 4.0
+RENEW_EVERY_S = 1.0
+POLL_S = 1.0
+
+
+class Actor(Protocol):
+    """What an actor is: a name, the notices that it wants, and what it does about one of them."""
+
+    name: str
+    tags: frozenset[str]
+    concurrency: int
+
+    async def handle(self, notice: Notice) -> None: ...
+
+
+async def run_actor(store: JournalStore, actor: Actor, host: str, consumer: str) -> None:
+    """Run until cancelled. Actors of one name on one host share the notices; every host sees all of them."""
+    slots = asyncio.Semaphore(actor.concurrency)
+    async with (
+        store.subscribe(f"{actor.name}@{host}", consumer, STALE_AFTER_S) as notices,
+        asyncio.TaskGroup() as tasks,
+    ):
+        while True:
+            await slots.acquire()
+            notice = await _next(notices, actor)
+            if notice.tag in actor.tags:
+                task = tasks.create_task(_handle(notices, actor, notice))
+                task.add_done_callback(lambda _: slots.release())
+            else:
+                slots.release()
+                await _quietly(notices.done(notice))
+
+
+async def _next(notices: Subscription, actor: Actor) -> Notice:
+    while True:
+        try:
+            if (notice := await notices.next(POLL_S)) is not None:
+                return notice
+        except JournalUnavailableError as error:
+            log.warning("the journal does not answer; asking again", actor=actor.name, error=str(error))
+            await asyncio.sleep(POLL_S)
+
+
+async def _handle(notices: Subscription, actor: Actor, notice: Notice) -> None:
+    renewing = asyncio.create_task(_renew(notices, notice))
+    try:
+        await _until_settled(actor, notice)
+    except Exception as error:
+        expected = isinstance(error, BelayerError | TimeoutError)
+        log.warning(
+            "left for the next try",
+            actor=actor.name,
+            stream=str(notice.stream),
+            error=str(error),
+            exc_info=not expected,
+        )
+    else:
+        await _quietly(notices.done(notice))
+    finally:
+        renewing.cancel()
+
+
+async def _until_settled(actor: Actor, notice: Notice) -> None:
+    """Handle it; when another writer came in between, look again: the work is done, or still to be done."""
+    while True:
+        try:
+            return await actor.handle(notice)
+        except (FencedError, WrongSequenceError) as error:
+            log.info("overtaken; looking again", actor=actor.name, stream=str(notice.stream), error=str(error))
+
+
+async def _renew(notices: Subscription, notice: Notice) -> None:
+    while True:
+        await asyncio.sleep(RENEW_EVERY_S)
+        await _quietly(notices.renew(notice))
+
+
+async def _quietly(call: Awaitable[None]) -> None:
+    """A notice that could not be renewed or finished comes again; that costs a look and nothing else."""
+    with contextlib.suppress(JournalUnavailableError):
+        await call

@@ -1,0 +1,106 @@
+"""Captures boundaries while the model thinks about what comes next.
+
+Intent (CheckpointStarted), effect (full_checkpoint), outcome (CheckpointPublished or CheckpointDiscarded), all under
+one epoch of the sandbox's stream. A checkpointer that dies in between leaves an open intent: the next one discards it
+and removes its files. One that was overtaken cannot publish, and removes what it made. Either way a checkpoint that
+the journal does not call published is never restored.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from belayer import ids
+from belayer.actors.projector import Projector
+from belayer.actors.sandboxes import checkpoint_name, incarnation_of
+from belayer.errors import CheckpointFailedError, CheckpointRefusedError, FencedError, SandboxFailedError
+from belayer.journal.events import ActionCommitted, CheckpointDiscarded, CheckpointPublished, CheckpointStarted
+from belayer.journal.store import JournalStore, Notice
+from belayer.journal.writer import StreamWriter, take_over
+from belayer.projections import sandbox, trajectory
+from belayer.projections.plan import disposable
+from belayer.projections.sandbox import SandboxState
+from belayer.projections.trajectory import TrajectoryState
+from belayer.sandbox.protocol import SandboxHost
+
+log = structlog.get_logger("belayer.checkpointer")
+
+KEPT_CHECKPOINTS = 2
+"""The newest published one is what recovery restores; the one before is there should that restore fail."""
+
+
+class Checkpointer:
+    """Every boundary for now."""
+
+    name = "checkpointer"
+    tags = frozenset({str(ActionCommitted.__struct_config__.tag)})
+    concurrency = 4
+
+    def __init__(self, store: JournalStore, host: SandboxHost, host_name: str, by: str) -> None:
+        self._store = store
+        self._host = host
+        self._host_name = host_name
+        self._by = by
+        self._trajectories = Projector(store, ids.trajectory, trajectory.fold, trajectory.EMPTY)
+        self._sandboxes = Projector(store, ids.sandbox, sandbox.fold, sandbox.EMPTY)
+
+    async def handle(self, notice: Notice) -> None:
+        """Bring the sandbox's checkpoints up to the newest boundary, if the sandbox still stands at it."""
+        name = notice.stream.name
+        prefix = await self._trajectories.look(name)
+        state = await self._sandboxes.look(name)
+        if state.open_checkpoint is None and not self._wanted(prefix, state):
+            return
+        if state.container is None or state.container.host != self._host_name:
+            return
+        writer, history = await take_over(self._store, ids.sandbox(name), self._by)
+        state = sandbox.fold(history)
+        if state.open_checkpoint is not None:
+            await self._discard(writer, state.open_checkpoint.checkpoint, "its checkpointer died")
+        prefix = await self._trajectories.look(name)
+        if self._wanted(prefix, state):
+            await self._capture(writer, name, prefix, state)
+
+    def _wanted(self, prefix: TrajectoryState, state: SandboxState) -> bool:
+        """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it."""
+        described = {state.restored_from.sequence} if state.container is not None else set[int]()
+        described |= {published.boundary_sequence for published in state.published.values()}
+        return (
+            prefix.phase == "open"
+            and prefix.action is None
+            and state.phase == "live"
+            and prefix.boundary.sequence not in described
+        )
+
+    async def _capture(self, writer: StreamWriter, name: str, prefix: TrajectoryState, state: SandboxState) -> None:
+        assert state.container is not None
+        boundary = prefix.boundary
+        checkpoint = checkpoint_name(name, boundary.number, writer.epoch)
+        incarnation = incarnation_of(state.container)
+        await writer.append(CheckpointStarted(checkpoint, incarnation.name, boundary.number, boundary.sequence))
+        try:
+            report = await self._host.checkpoint(incarnation, checkpoint, boundary.number)
+        except (CheckpointRefusedError, CheckpointFailedError, SandboxFailedError) as error:
+            await writer.append(CheckpointDiscarded(checkpoint, str(error)))
+            return
+        published = CheckpointPublished(
+            checkpoint,
+            incarnation.name,
+            boundary.number,
+            boundary.sequence,
+            report.size_bytes,
+            report.frozen_s,
+            report.total_s,
+        )
+        try:
+            await writer.append(published)
+        except FencedError:
+            await self._host.remove_checkpoint(checkpoint)
+            raise
+        for old in disposable(prefix, sandbox.evolve(state, writer.sequence, published), KEPT_CHECKPOINTS):
+            await self._discard(writer, old, "newer ones are published")
+
+    async def _discard(self, writer: StreamWriter, checkpoint: str, reason: str) -> None:
+        """First in the journal, then on disk: what the journal calls published is always there."""
+        await writer.append(CheckpointDiscarded(checkpoint, reason))
+        await self._host.remove_checkpoint(checkpoint)

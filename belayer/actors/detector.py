@@ -1,0 +1,78 @@
+"""Sees processes die, by pidfd and at once, and says so in the journal.
+
+The watch is the work on the notice that made the process known: the notice is renewed as long as the process lives,
+so when a detector dies its watches go stale and come to another, which finds a death that nobody saw. A process that
+is removed on purpose is called removed in the journal before it is killed; reporting looks there first and then says
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from belayer import ids
+from belayer.actors.projector import Projector
+from belayer.actors.reports import report_engine_failure, report_sandbox_failure
+from belayer.ids import StreamKind
+from belayer.journal.events import WorkerRegistered
+from belayer.journal.store import JournalStore, Notice
+from belayer.processes import wait_exit
+from belayer.projections import sandbox, worker
+
+
+class Detector:
+    """Watches the containers and engines of one host."""
+
+    name = "detector"
+    tags = frozenset({"sandbox-created", "sandbox-restored", "worker-registered"})
+    concurrency = 100_000
+
+    def __init__(self, store: JournalStore, host_name: str, by: str) -> None:
+        self._store = store
+        self._host_name = host_name
+        self._by = by
+        self._sandboxes = Projector(store, ids.sandbox, sandbox.fold, sandbox.EMPTY)
+        self._workers = Projector(store, ids.worker, worker.fold, worker.EMPTY)
+        self._watched: set[str] = set()
+
+    async def handle(self, notice: Notice) -> None:
+        """Watch until the process has ended and, if that was a failure, the journal says so."""
+        match notice.stream.kind:
+            case StreamKind.SANDBOX:
+                await self._watch_sandbox(notice.stream.name)
+            case StreamKind.WORKER:
+                await self._watch_worker(notice.stream.name)
+            case StreamKind.TRAJECTORY | StreamKind.RUN:
+                pass
+
+    async def _watch_sandbox(self, name: str) -> None:
+        state = await self._sandboxes.look(name)
+        container = state.container
+        if state.phase != "live" or container is None or container.host != self._host_name:
+            return
+        if await self._ended(container.incarnation, container.pid, container.pid_start_ticks):
+            evidence = f"process 1 of the container (host pid {container.pid}) ended"
+            await report_sandbox_failure(self._store, name, container.incarnation, "died", evidence, self._by)
+
+    async def _watch_worker(self, name: str) -> None:
+        state = await self._workers.look(name)
+        async with asyncio.TaskGroup() as watches:
+            for incarnation, engine in state.engines.items():
+                if engine.status in ("starting", "ready") and engine.registered.host == self._host_name:
+                    watches.create_task(self._watch_engine(name, incarnation, engine.registered))
+
+    async def _watch_engine(self, name: str, incarnation: str, registered: WorkerRegistered) -> None:
+        if await self._ended(incarnation, registered.pid, registered.pid_start_ticks):
+            evidence = f"engine process {registered.pid} ended"
+            await report_engine_failure(self._store, name, incarnation, "died", evidence, self._by)
+
+    async def _ended(self, incarnation: str, pid: int, ticks: int) -> bool:
+        """True once the process has ended; False at once when a notice of ours already watches it."""
+        if incarnation in self._watched:
+            return False
+        self._watched.add(incarnation)
+        try:
+            await wait_exit(pid, ticks)
+        finally:
+            self._watched.discard(incarnation)
+        return True

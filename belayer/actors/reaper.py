@@ -1,0 +1,120 @@
+"""Removes what has no owner any more: containers and checkpoints of ended trajectories, containers that a dead
+recovery left half made, and everything of a run whose owner is gone.
+
+First the journal says 'removed', then it is removed: so a detector never takes a removal for a failure, and a reaper
+that dies in between is followed by another that finds the thing still there.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from belayer import ids
+from belayer.actors.sandboxes import incarnation_epoch, is_checkpoint_of, look
+from belayer.actors.worker_recovery import process_of
+from belayer.errors import JournalError
+from belayer.gpu.protocol import EngineHost
+from belayer.ids import StreamKind
+from belayer.journal.events import RunFinished, SandboxRemoved, WorkerRemoved
+from belayer.journal.store import JournalStore, Notice
+from belayer.journal.writer import Reader, take_over
+from belayer.processes import wait_exit
+from belayer.projections import run, sandbox, trajectory, worker
+from belayer.sandbox.protocol import SandboxHost
+
+log = structlog.get_logger("belayer.reaper")
+
+
+class Reaper:
+    """Tidies one host."""
+
+    name = "reaper"
+    tags = frozenset({"trajectory-finished", "trajectory-aborted", "sandbox-restored", "run-started", "run-finished"})
+    concurrency = 10_000
+
+    def __init__(
+        self, store: JournalStore, sandboxes: SandboxHost, engines: EngineHost, host_name: str, by: str
+    ) -> None:
+        self._store = store
+        self._sandboxes = sandboxes
+        self._engines = engines
+        self._host_name = host_name
+        self._by = by
+
+    async def handle(self, notice: Notice) -> None:
+        name = notice.stream.name
+        match notice.stream.kind:
+            case StreamKind.TRAJECTORY:
+                await self._remove_ended(name)
+            case StreamKind.SANDBOX:
+                await self._remove_strays(name)
+            case StreamKind.RUN:
+                await self._guard_run(name)
+            case StreamKind.WORKER:
+                pass
+
+    async def _remove_ended(self, name: str) -> None:
+        prefix = trajectory.fold(await Reader(self._store, ids.trajectory(name)).catch_up())
+        if prefix.phase in ("finished", "aborted"):
+            await self._remove_sandbox(name, f"the trajectory is {prefix.phase}")
+
+    async def _remove_sandbox(self, name: str, reason: str) -> None:
+        state = await look(self._store, name)
+        if state.container is None or state.container.host != self._host_name:
+            return
+        if state.phase != "removed":
+            writer, history = await take_over(self._store, ids.sandbox(name), self._by)
+            state = sandbox.fold(history)
+            await writer.append(SandboxRemoved(state.incarnation, reason))
+        for incarnation in await self._incarnations(name):
+            await self._sandboxes.remove(incarnation)
+        for checkpoint in await self._sandboxes.checkpoints():
+            if is_checkpoint_of(name, checkpoint):
+                await self._sandboxes.remove_checkpoint(checkpoint)
+
+    async def _remove_strays(self, name: str) -> None:
+        """Containers of earlier epochs than the one that counts; a later one may be a recovery at work."""
+        state = await look(self._store, name)
+        if state.phase != "live" or state.container is None or state.container.host != self._host_name:
+            return
+        current = incarnation_epoch(name, state.incarnation)
+        for incarnation in await self._incarnations(name):
+            if incarnation != state.incarnation and incarnation_epoch(name, incarnation) < current:
+                await self._sandboxes.remove(incarnation)
+
+    async def _incarnations(self, name: str) -> list[str]:
+        return [found for found in await self._sandboxes.incarnations() if incarnation_epoch(name, found) >= 0]
+
+    async def _guard_run(self, name: str) -> None:
+        """Wait for the run's end or its owner's, then remove what is left of it."""
+        state = run.fold(await Reader(self._store, ids.run(name)).catch_up())
+        if state.started is None or state.started.host != self._host_name:
+            return
+        if not state.finished:
+            await wait_exit(state.started.owner_pid, state.started.owner_start_ticks)
+        await self.remove_run(name)
+
+    async def remove_run(self, name: str) -> None:
+        """Remove every engine, container and checkpoint of the run here; without a journal, as far as that goes."""
+        try:
+            await self._remove_journaled(name)
+        except JournalError as error:
+            log.warning("the journal is gone; removing by label", run=name, error=str(error))
+        await self._sandboxes.remove_run(name)
+
+    async def _remove_journaled(self, name: str) -> None:
+        for stream in await self._store.streams(StreamKind.WORKER):
+            state = worker.fold(await Reader(self._store, stream).catch_up())
+            for incarnation, engine in state.engines.items():
+                here = engine.registered.host == self._host_name
+                if state.run == name and here and engine.status != "removed":
+                    writer, _ = await take_over(self._store, stream, self._by)
+                    await writer.append(WorkerRemoved(incarnation, f"run {name} is over"))
+                    await self._engines.kill(process_of(engine))
+        for stream in await self._store.streams(StreamKind.SANDBOX):
+            if (await look(self._store, stream.name)).run == name:
+                await self._remove_sandbox(stream.name, f"run {name} is over")
+        stream = ids.run(name)
+        if not run.fold(await Reader(self._store, stream).catch_up()).finished:
+            writer, _ = await take_over(self._store, stream, self._by)
+            await writer.append(RunFinished("its owner is gone"))

@@ -1,0 +1,29 @@
+"""The recovery actor: looks at whatever has failed and brings it back."""
+
+from __future__ import annotations
+
+from belayer.actors.sandbox_recovery import SandboxRecovery
+from belayer.actors.worker_recovery import WorkerRecovery
+from belayer.ids import StreamKind
+from belayer.journal.store import Notice
+
+
+class Recovery:
+    """Handles failures of sandboxes and engines, and arms shadows once a main is ready."""
+
+    name = "recovery"
+    tags = frozenset({"failure-detected", "worker-registered", "handover-completed"})
+    concurrency = 8
+
+    def __init__(self, sandboxes: SandboxRecovery, workers: WorkerRecovery) -> None:
+        self._sandboxes = sandboxes
+        self._workers = workers
+
+    async def handle(self, notice: Notice) -> None:
+        match notice.stream.kind:
+            case StreamKind.SANDBOX:
+                await self._sandboxes.recover(notice.stream.name)
+            case StreamKind.WORKER:
+                await self._workers.recover(notice.stream.name)
+            case StreamKind.TRAJECTORY | StreamKind.RUN:
+                pass

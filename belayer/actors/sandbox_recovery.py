@@ -1,0 +1,159 @@
+"""Brings a failed sandbox back and the trajectory with it.
+
+Steps, each safe to repeat: RecoveryStarted on the sandbox's stream (its epoch shuts out checkpointers and other
+recoveries), RecoveryStarted on the trajectory's stream (its epoch shuts out the rollout), full_restore under a name
+of this epoch, SandboxRestored, then Rewound and TrajectoryResumed in one append. A recovery that dies anywhere is
+started again from the journal by whoever takes its notice over; a container that no SandboxRestored names is removed
+by the reaper.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from belayer import ids
+from belayer.actors.sandboxes import incarnation_name, look
+from belayer.errors import FencedError, RestoreFailedError
+from belayer.journal.events import (
+    CheckpointDiscarded,
+    RecoveryStarted,
+    Rewound,
+    SandboxRemoved,
+    SandboxRestored,
+    TrajectoryAborted,
+    TrajectoryResumed,
+)
+from belayer.journal.store import JournalStore
+from belayer.journal.writer import Reader, StreamWriter, take_over
+from belayer.projections import sandbox, trajectory
+from belayer.projections.plan import GiveUp, LeaveAlone, Plan, RestoreSandbox, SandboxFailure, plan
+from belayer.projections.sandbox import SandboxState
+from belayer.projections.trajectory import Boundary
+from belayer.sandbox.protocol import Incarnation, SandboxHost
+
+log = structlog.get_logger("belayer.recovery")
+
+
+class SandboxRecovery:
+    """Recovers the sandboxes of one host."""
+
+    def __init__(self, store: JournalStore, host: SandboxHost, host_name: str, by: str) -> None:
+        self._store = store
+        self._host = host
+        self._host_name = host_name
+        self._by = by
+
+    async def recover(self, name: str) -> None:
+        """Recover the trajectory's sandbox if it is failed and its container was here; otherwise do nothing."""
+        state = await look(self._store, name)
+        if not self._ours(state) and not await self._half_resumed(name, state):
+            return
+        writer, history = await take_over(self._store, ids.sandbox(name), self._by)
+        state = sandbox.fold(history)
+        if self._ours(state):
+            await self._recover(writer, name, state)
+        elif state.phase == "live":
+            await self._resume_only(writer, name, state)
+
+    def _ours(self, state: SandboxState) -> bool:
+        return (
+            state.phase in ("failed", "recovering")
+            and state.container is not None
+            and state.container.host == self._host_name
+        )
+
+    async def _half_resumed(self, name: str, state: SandboxState) -> bool:
+        """A recovery died between SandboxRestored and the trajectory's resumption."""
+        if state.phase != "live" or state.container is None or state.container.host != self._host_name:
+            return False
+        prefix = trajectory.fold(await Reader(self._store, ids.trajectory(name)).catch_up())
+        return prefix.phase == "recovering"
+
+    async def _recover(self, writer: StreamWriter, name: str, state: SandboxState) -> None:
+        failed = state.incarnation
+        await writer.append(RecoveryStarted(failed, "restore the sandbox", self._by))
+        rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
+        prefix = trajectory.fold(history)
+        decision = plan(prefix, state, SandboxFailure())
+        if prefix.phase in ("open", "recovering"):
+            await rollout.append(RecoveryStarted(failed, _in_words(decision), self._by))
+        attempt = 0
+        while isinstance(decision, RestoreSandbox):
+            try:
+                restored = await self._restore(writer, name, state, decision, attempt)
+            except RestoreFailedError as error:
+                if not decision.checkpoint:
+                    raise
+                discarded = CheckpointDiscarded(decision.checkpoint, str(error))
+                state = sandbox.evolve(state, await writer.append(discarded), discarded)
+                await self._host.remove_checkpoint(decision.checkpoint)
+                decision = plan(prefix, state, SandboxFailure())
+                attempt += 1
+            else:
+                await self._resume(rollout, decision.boundary, decision.rewind, restored.name, failed)
+                break
+        if isinstance(decision, GiveUp):
+            await rollout.append(TrajectoryAborted(decision.reason))
+        if not isinstance(decision, RestoreSandbox):
+            await writer.append(SandboxRemoved(failed, _in_words(decision)))
+        await self._host.remove(failed)
+
+    async def _restore(
+        self, writer: StreamWriter, name: str, state: SandboxState, decision: RestoreSandbox, attempt: int
+    ) -> Incarnation:
+        assert state.spec is not None
+        new = incarnation_name(name, writer.epoch, attempt)
+        started = time.monotonic()
+        if decision.checkpoint:
+            restored = await self._host.restore(state.run, name, new, state.spec, decision.checkpoint)
+        else:
+            restored = await self._host.create(state.run, name, new, state.spec)
+        event = SandboxRestored(
+            decision.checkpoint,
+            decision.boundary.number,
+            decision.boundary.sequence,
+            restored.name,
+            restored.container_id,
+            restored.image_digest,
+            restored.host,
+            restored.pid,
+            restored.pid_start_ticks,
+            time.monotonic() - started,
+        )
+        try:
+            await writer.append(event)
+        except FencedError:
+            await self._host.remove(new)
+            raise
+        return restored
+
+    async def _resume_only(self, writer: StreamWriter, name: str, state: SandboxState) -> None:
+        """Finish what a dead recovery had left to do: its container stands, the rollout is still shut out."""
+        rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
+        prefix = trajectory.fold(history)
+        if prefix.phase == "recovering":
+            rewind = prefix.action is not None or state.restored_from != prefix.boundary
+            await self._resume(rollout, state.restored_from, rewind, state.incarnation, "")
+
+    async def _resume(
+        self, rollout: StreamWriter, boundary: Boundary, rewind: bool, incarnation: str, failed: str
+    ) -> None:
+        resumed = TrajectoryResumed(boundary.number, boundary.sequence, incarnation)
+        if rewind:
+            reason = f"sandbox {failed} failed" if failed else "its sandbox failed"
+            await rollout.append(Rewound(boundary.number, boundary.sequence, reason), resumed)
+        else:
+            await rollout.append(resumed)
+
+
+def _in_words(decision: Plan) -> str:
+    match decision:
+        case RestoreSandbox():
+            source = decision.checkpoint or "the initial state"
+            return f"restore {source} (boundary {decision.boundary.number}){', rewind' if decision.rewind else ''}"
+        case LeaveAlone() | GiveUp():
+            return decision.reason
+        case _:
+            return type(decision).__name__

@@ -1,0 +1,287 @@
+"""The journal client for rollout code: one trajectory, written as it happens, resumed from what was written.
+
+Invariant: `Trajectory.state` is the fold of exactly the events that the journal has acknowledged to us under our
+epoch; every call is checked against it before anything is stored, so a trajectory in the journal always reads as one.
+Tokens wait here for at most `chunk_tokens` tokens or `chunk_s` seconds, whichever comes first.
+
+When it fails: FencedError means that recovery (or a second writer) has taken the trajectory over. `wait_resumed`,
+then `open` again and go on from its state. JournalUnavailableError means that the journal did not answer in time; the
+same call may be made again, or the trajectory opened again: what was acknowledged is there, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+
+from belayer.errors import InputError, ProtocolError
+from belayer.ids import trajectory as trajectory_stream
+from belayer.journal.columns import pack_logprobs, pack_loss_mask, pack_token_ids
+from belayer.journal.events import (
+    ActionCommitted,
+    ActionStarted,
+    AnyEvent,
+    GenerationFinished,
+    GenerationResumed,
+    GenerationStarted,
+    TokensAppended,
+    TrajectoryAborted,
+    TrajectoryFinished,
+    TrajectoryStarted,
+)
+from belayer.journal.store import JournalStore
+from belayer.journal.writer import Reader, StreamWriter, take_over
+from belayer.projections.trajectory import Boundary, Generation, TrajectoryState, evolve, fold
+from belayer.projections.trajectory_rules import problem_of
+
+CHUNK_TOKENS = 256
+CHUNK_S = 0.1
+
+
+class _Buffer:
+    """Tokens of the current generation that are not in the journal yet."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.loss_mask: list[int | bool] = []
+        self.weight_version = 0
+
+    def take(self, count: int) -> tuple[bytes, bytes, bytes]:
+        """Remove the first `count` tokens and pack them."""
+        packed = (
+            pack_token_ids(self.token_ids[:count]),
+            pack_logprobs(self.logprobs[:count]),
+            pack_loss_mask(self.loss_mask[:count]),
+        )
+        del self.token_ids[:count], self.logprobs[:count], self.loss_mask[:count]
+        return packed
+
+
+class Trajectory:
+    """One trajectory under our epoch. Made by `open`; use it in one task at a time."""
+
+    def __init__(self, writer: StreamWriter, state: TrajectoryState, chunk_tokens: int, chunk_s: float) -> None:
+        self._writer = writer
+        self.state = state
+        self._chunk_tokens = chunk_tokens
+        self._chunk_s = chunk_s
+        self._buffer = _Buffer()
+        self._lock = asyncio.Lock()
+        self._timer: asyncio.Task[None] | None = None
+        self._unsettled: AnyEvent | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        store: JournalStore,
+        name: str,
+        *,
+        writer: str = "rollout",
+        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_s: float = CHUNK_S,
+        timeout_s: float = 120.0,
+    ) -> Trajectory:
+        """Open a new trajectory or resume one: take its epoch, fencing off whoever wrote it before.
+
+        A trajectory under recovery is waited for, up to `timeout_s`; then TimeoutError.
+        """
+        if chunk_tokens < 1 or chunk_s <= 0:
+            raise InputError(f"a chunk needs at least 1 token and some time; got {chunk_tokens} and {chunk_s} s")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            await wait_resumed(store, name, deadline - time.monotonic())
+            stream_writer, history = await take_over(store, trajectory_stream(name), writer)
+            state = fold(history)
+            if state.phase != "recovering":
+                return cls(stream_writer, state, chunk_tokens, chunk_s)
+
+    async def __aenter__(self) -> Trajectory:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.close()
+        elif self._timer is not None:
+            self._timer.cancel()
+            await asyncio.wait([self._timer])
+
+    async def start(self, run: str, task: str, prompt: Iterable[int], labels: Mapping[str, str] | None = None) -> None:
+        """Begin the trajectory with its prompt's token ids."""
+        await self._append(TrajectoryStarted(run, task, pack_token_ids(prompt), dict(labels or {})))
+
+    async def begin_generation(self, worker: str = "", incarnation: str = "") -> int:
+        """Begin a generation, or resume the unfinished one; how many of its tokens are journaled already."""
+        current = self.state.generation
+        if current is None:
+            await self._append(GenerationStarted(self.state.generations + 1, worker, incarnation))
+            return 0
+        await self.flush()
+        offset = self._generation().count
+        await self._append(GenerationResumed(current.number, offset, worker, incarnation))
+        return offset
+
+    async def append_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        weight_version: int = 0,
+        loss_mask: Sequence[int | bool] | None = None,
+    ) -> None:
+        """Add n generated tokens: n ids, n logprobs, n mask entries (all 1 when left out)."""
+        mask = [1] * len(token_ids) if loss_mask is None else loss_mask
+        if not len(token_ids) == len(logprobs) == len(mask):
+            raise InputError(
+                f"{len(token_ids)} token ids came with {len(logprobs)} logprobs and {len(mask)} mask entries; "
+                "they must be equally many"
+            )
+        self._generation()
+        self._raise_timer_error()
+        buffer = self._buffer
+        if buffer.token_ids and buffer.weight_version != weight_version:
+            await self.flush()
+        buffer.weight_version = weight_version
+        buffer.token_ids += token_ids
+        buffer.logprobs += logprobs
+        buffer.loss_mask += mask
+        if len(buffer.token_ids) >= self._chunk_tokens:
+            await self._flush(whole_chunks_only=True)
+        if buffer.token_ids and self._timer is None:
+            self._timer = asyncio.create_task(self._flush_later())
+
+    async def finish_generation(self, finish_reason: str) -> None:
+        """End the generation; all its tokens are in the journal when this returns."""
+        await self.flush()
+        current = self._generation()
+        await self._append(GenerationFinished(current.number, current.count, finish_reason))
+
+    async def start_action(self, command: str, timeout_s: float, sandbox_incarnation: str) -> int:
+        """Record the intent to run an action, before it runs; its number. After a resume: the number in flight."""
+        if self.state.action is not None:
+            if self.state.action.command != command:
+                raise ProtocolError(
+                    f"{self._writer.stream}: action {self.state.action.action} is in flight with another command"
+                )
+            return self.state.action.action
+        number = self.state.boundary.number + 1
+        await self._append(ActionStarted(number, command, timeout_s, sandbox_incarnation))
+        return number
+
+    async def commit_action(
+        self,
+        exit_status: int,
+        observation: Iterable[int],
+        observation_digest: bytes,
+        duration_s: float,
+        timed_out: bool = False,
+        dropped_bytes: int = 0,
+    ) -> Boundary:
+        """Record what the model sees of the action's outcome: the boundary."""
+        if self.state.action is None:
+            raise ProtocolError(f"{self._writer.stream}: no action is in flight")
+        await self._append(
+            ActionCommitted(
+                self.state.action.action,
+                exit_status,
+                pack_token_ids(observation),
+                observation_digest,
+                duration_s,
+                timed_out,
+                dropped_bytes,
+            )
+        )
+        return self.state.boundary
+
+    async def finish(self, reason: str, reward: float | None = None) -> None:
+        """The sample is complete."""
+        await self._append(TrajectoryFinished(reason, reward))
+
+    async def abort(self, reason: str) -> None:
+        """Give the trajectory up; its sample will not be trained on."""
+        await self._append(TrajectoryAborted(reason))
+
+    async def flush(self) -> None:
+        """Return once every token given so far is in the journal."""
+        self._stop_timer()
+        await self._flush(whole_chunks_only=False)
+
+    async def close(self) -> None:
+        """Flush, then let go. The trajectory stays open in the journal for whoever opens it next."""
+        await self.flush()
+
+    def _generation(self) -> Generation:
+        if self.state.generation is None:
+            raise ProtocolError(f"{self._writer.stream}: no generation has begun")
+        return self.state.generation
+
+    async def _append(self, event: AnyEvent) -> None:
+        async with self._lock:
+            await self._append_locked(event)
+
+    async def _append_locked(self, event: AnyEvent) -> None:
+        await self._settle()
+        if problem := problem_of(self.state, event):
+            raise ProtocolError(f"{self._writer.stream}: {problem}")
+        self._unsettled = event
+        await self._writer.append(event)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Bring the state up to an append whose reply was lost before."""
+        if self._unsettled is not None:
+            sequence = await self._writer.retry()
+            self.state = evolve(self.state, sequence, self._unsettled)
+            self._unsettled = None
+
+    async def _flush(self, whole_chunks_only: bool) -> None:
+        async with self._lock:
+            await self._settle()
+            while waiting := len(self._buffer.token_ids):
+                count = min(waiting, self._chunk_tokens)
+                if whole_chunks_only and count < self._chunk_tokens:
+                    break
+                generation = self._generation()
+                version = self._buffer.weight_version
+                token_ids, logprobs, loss_mask = self._buffer.take(count)
+                await self._append_locked(
+                    TokensAppended(generation.number, generation.count, count, token_ids, logprobs, loss_mask, version)
+                )
+
+    async def _flush_later(self) -> None:
+        await asyncio.sleep(self._chunk_s)
+        await self._flush(whole_chunks_only=False)
+
+    def _raise_timer_error(self) -> None:
+        if self._timer is not None and self._timer.done():
+            timer, self._timer = self._timer, None
+            timer.result()
+
+    def _stop_timer(self) -> None:
+        """Take the timer down; an error that it met comes back here, to whoever flushes or closes."""
+        timer, self._timer = self._timer, None
+        if timer is None:
+            return
+        if timer.done():
+            timer.result()
+        else:
+            timer.cancel()
+
+
+async def wait_resumed(store: JournalStore, name: str, timeout_s: float) -> TrajectoryState:
+    """The trajectory's state as soon as nobody is recovering it; TimeoutError if that takes too long."""
+    deadline = time.monotonic() + timeout_s
+    reader = Reader(store, trajectory_stream(name))
+    state = fold(await reader.catch_up())
+    while state.phase == "recovering":
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(
+                f"trajectory/{name} is still under recovery after {timeout_s:.0f} s; is `belayer actors` up?"
+            )
+        await reader.wait(left_s)
+        state = fold(await reader.catch_up(), state)
+    return state

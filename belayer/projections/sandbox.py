@@ -1,0 +1,116 @@
+"""The sandbox's fold: which container serves the trajectory, which checkpoints may be restored, what is unfinished.
+
+`evolve` is pure and total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from belayer.journal.codec import Recorded
+from belayer.journal.events import (
+    AnyEvent,
+    CheckpointDiscarded,
+    CheckpointPublished,
+    CheckpointStarted,
+    EpochStarted,
+    FailureDetected,
+    RecoveryStarted,
+    SandboxCreated,
+    SandboxRemoved,
+    SandboxRestored,
+    SandboxSpec,
+)
+from belayer.projections.trajectory import INITIAL, Boundary
+
+SandboxPhase = Literal["none", "live", "failed", "recovering", "removed"]
+
+
+class SandboxState(msgspec.Struct, frozen=True):
+    """`container` names the incarnation that counts; an incarnation that it does not name is nobody's."""
+
+    phase: SandboxPhase = "none"
+    container: SandboxCreated | SandboxRestored | None = None
+    run: str = ""
+    spec: SandboxSpec | None = None
+    restored_from: Boundary = INITIAL
+    """The boundary at which the current incarnation began."""
+    published: dict[str, CheckpointPublished] = {}
+    """Checkpoints that may be restored, oldest first."""
+    open_checkpoint: CheckpointStarted | None = None
+    failure: FailureDetected | None = None
+    failures: int = 0
+    repeats: int = 0
+    """How often in a row the sandbox has gone back to the same boundary: an action that kills its container, likely."""
+    epoch: int = 0
+    sequence: int = 0
+
+    @property
+    def incarnation(self) -> str:
+        return "" if self.container is None else self.container.incarnation
+
+
+EMPTY = SandboxState()
+
+
+def fold(history: Iterable[Recorded], state: SandboxState = EMPTY) -> SandboxState:
+    """The state after `history`."""
+    for recorded in history:
+        state = evolve(state, recorded.sequence, recorded.event)
+    return state
+
+
+def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
+    """The state after one more event."""
+    match event:
+        case SandboxCreated():
+            return replace(
+                state, sequence=sequence, phase="live", container=event, run=event.run, spec=event.spec, failure=None
+            )
+        case SandboxRestored():
+            at = Boundary(event.boundary, event.boundary_sequence)
+            return replace(
+                state,
+                sequence=sequence,
+                phase="live",
+                container=event,
+                restored_from=at,
+                failure=None,
+                repeats=state.repeats + 1 if at == state.restored_from else 0,
+            )
+        case FailureDetected() if event.incarnation == state.incarnation and state.phase == "live":
+            return replace(state, sequence=sequence, phase="failed", failure=event, failures=state.failures + 1)
+        case RecoveryStarted() if state.phase == "failed":
+            return replace(state, sequence=sequence, phase="recovering")
+        case CheckpointStarted():
+            return replace(state, sequence=sequence, open_checkpoint=event)
+        case CheckpointPublished():
+            return replace(
+                state,
+                sequence=sequence,
+                published=state.published | {event.checkpoint: event},
+                open_checkpoint=_still_open(state, event.checkpoint),
+            )
+        case CheckpointDiscarded():
+            published = {name: kept for name, kept in state.published.items() if name != event.checkpoint}
+            return replace(
+                state,
+                sequence=sequence,
+                published=published,
+                open_checkpoint=_still_open(state, event.checkpoint),
+            )
+        case SandboxRemoved():
+            return replace(state, sequence=sequence, phase="removed", published={}, open_checkpoint=None)
+        case EpochStarted():
+            return replace(state, sequence=sequence, epoch=event.epoch)
+        case _:
+            return replace(state, sequence=sequence)
+
+
+def _still_open(state: SandboxState, settled: str) -> CheckpointStarted | None:
+    started = state.open_checkpoint
+    return None if started is None or started.checkpoint == settled else started
