@@ -1,4 +1,4 @@
-"""Random lives of a trajectory and its sandbox, as hypothesis strategies: every history that the rules allow can come."""
+"""Random lives of a trajectory and its sandbox, as a hypothesis strategy: any history that the rules allow."""
 
 from __future__ import annotations
 

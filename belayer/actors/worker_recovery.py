@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 
 from belayer import ids
-from belayer.errors import FencedError
+from belayer.errors import EngineFailedError, FencedError
 from belayer.gpu.protocol import EngineHost, EngineProcess
 from belayer.journal.events import (
     AnyEvent,
+    FailureDetected,
     HandoverCompleted,
     RecoveryStarted,
     WorkerReady,
@@ -80,15 +81,18 @@ class WorkerRecovery:
             RecoveryStarted(state.main, "hand over to the shadow" if state.shadow else "start anew", self._by)
         )
         await self._host.kill(process_of(old))
-        shadow = state.shadow
-        if shadow is None:
-            await self._start_main(writer, name, state.run)
-            return
-        await self._host.promote(process_of(shadow))
-        new = shadow.registered.incarnation
-        await writer.append(
-            HandoverCompleted(state.main, new, time.monotonic() - started), WorkerReady(new, shadow.weight_version)
-        )
+        if (shadow := state.shadow) is not None:
+            new = shadow.registered.incarnation
+            try:
+                await self._host.promote(process_of(shadow))
+            except EngineFailedError as error:
+                await writer.append(FailureDetected(new, "unreachable", error.evidence, self._by))
+                await self._host.kill(process_of(shadow))
+            else:
+                took_s = time.monotonic() - started
+                await writer.append(HandoverCompleted(state.main, new, took_s), WorkerReady(new, shadow.weight_version))
+                return
+        await self._start_main(writer, name, state.run)
 
     async def _arm(self, name: str) -> None:
         """Start a shadow, then register it: the slow part holds no epoch that a handover would wait for."""

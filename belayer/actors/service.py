@@ -1,0 +1,47 @@
+"""All actors of one host in one process, until cancelled. Any number of such processes may run, on any number of hosts.
+
+Actors share nothing but the journal, so killing the process at any instant loses nothing: its notices go stale and come
+to the other processes, or to this one when it is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from belayer import ids
+from belayer.actors.actor import Actor, run_actor
+from belayer.actors.checkpointer import Checkpointer
+from belayer.actors.detector import Detector
+from belayer.actors.reaper import Reaper
+from belayer.actors.recovery import Recovery
+from belayer.actors.sandbox_recovery import SandboxRecovery
+from belayer.actors.worker_recovery import WorkerRecovery
+from belayer.gpu.protocol import EngineHost
+from belayer.journal.store import JournalStore
+from belayer.sandbox.protocol import SandboxHost
+
+
+async def run_actors(
+    store: JournalStore,
+    sandboxes: SandboxHost,
+    engines: EngineHost,
+    host_name: str,
+    ready: asyncio.Event | None = None,
+) -> None:
+    """Run detector, checkpointer, recovery and reaper. `ready` is set once they have begun."""
+    consumer = f"{host_name}-{ids.new_suffix()}"
+    by = f"actors/{consumer}"
+    actors: list[Actor] = [
+        Detector(store, host_name, by),
+        Checkpointer(store, sandboxes, host_name, by),
+        Recovery(
+            SandboxRecovery(store, sandboxes, host_name, by),
+            WorkerRecovery(store, engines, host_name, by),
+        ),
+        Reaper(store, sandboxes, engines, host_name, by),
+    ]
+    async with asyncio.TaskGroup() as tasks:
+        for actor in actors:
+            tasks.create_task(run_actor(store, actor, host_name, consumer), name=actor.name)
+        if ready is not None:
+            ready.set()
