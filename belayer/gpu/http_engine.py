@@ -1,0 +1,132 @@
+"""The Engine Protocol over SGLang's HTTP `/generate`: one client for SGLang and for the recorded engine.
+
+Every token is given once and in order, whether the server streams increments or, as SGLang does by default,
+everything so far each time. When it fails: a refused connection, a broken stream, an end without a finish reason, an
+abort or silence beyond the deadline is EngineFailedError; a prefix that the recorded engine refuses is
+PrefixRefusedError; another request that the server calls wrong is InputError, since a retry elsewhere would be wrong
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from belayer.errors import EngineFailedError, InputError, PrefixRefusedError
+from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
+
+INCARNATION_HEADER = "X-Belayer-Incarnation"
+"""Names the incarnation that is meant. An engine that knows it refuses a request for another: ports come again."""
+
+
+class HttpEngine:
+    """A connection to one engine incarnation. `silence_s` bounds the wait for any token, the first one included."""
+
+    def __init__(self, engine: EngineProcess, *, silence_s: float = 120.0) -> None:
+        self._engine = engine
+        self._silence_s = silence_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: str, prefix: Sequence[int], sampling: Sampling) -> AsyncIterator[TokenBatch]:
+        """Stream what follows the prefix, of n token ids. Close the iterator (`contextlib.aclosing`) to abort."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._silence_s, sock_read=self._silence_s)
+        received = 0
+        try:
+            async with self._session.post(
+                f"{self._engine.address}/generate",
+                json=_body(request, prefix, sampling),
+                headers={INCARNATION_HEADER: self._engine.incarnation},
+                timeout=timeout,
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal(response.status, await response.read())
+                async for event in self._events(response):
+                    batch = self._batch(event, received)
+                    received += len(batch.token_ids)
+                    if batch.token_ids or batch.finish_reason is not None:
+                        yield batch
+                    if batch.finish_reason is not None:
+                        return
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            what = str(error) or type(error).__name__
+            raise self._failed(f"the stream broke after {received} tokens ({what})") from None
+        raise self._failed(f"the stream ended after {received} tokens without a finish reason")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+        """The `data:` lines of a stream of server-sent events (WHATWG HTML, 9.2.6), as far as SGLang uses them."""
+        pending = b""
+        async for piece in response.content.iter_any():
+            *lines, pending = (pending + piece).split(b"\n")
+            for line in lines:
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if not line.startswith(b"data:"):
+                    continue
+                try:
+                    yield msgspec.json.decode(data, type=dict[str, Any])
+                except msgspec.DecodeError as error:
+                    raise self._failed(f"sent what is no event: {error}") from None
+
+    def _batch(self, event: dict[str, Any], received: int) -> TokenBatch:
+        """The tokens that are new in this event: the last `completion_tokens - received` of those that it carries."""
+        if "error" in event:
+            raise self._refusal(int(event["error"].get("code", 500)), msgspec.json.encode(event))
+        try:
+            info = event["meta_info"]
+            fresh = int(info["completion_tokens"]) - received
+            token_ids = event["output_ids"][len(event["output_ids"]) - fresh :] if fresh > 0 else []
+            entries = info["output_token_logprobs"]
+            logprobs = [float(entry[0]) for entry in entries[len(entries) - fresh :]] if fresh > 0 else []
+            finish = info["finish_reason"]
+            version = str(info.get("weight_version", "0"))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise self._failed(f"sent an event without what Belayer needs ({error!r})") from None
+        if fresh < 0 or not len(token_ids) == len(logprobs) == fresh:
+            raise self._failed(f"sent {len(token_ids)} token ids and {len(logprobs)} logprobs where {fresh} were new")
+        kind = None
+        if finish is not None:
+            kind = str(finish["type"])
+            if kind == "abort":
+                raise self._failed(f"aborted the request: {finish.get('message', 'no reason given')}")
+        return TokenBatch(token_ids, logprobs, int(version) if version.isdecimal() else 0, kind)
+
+    def _refusal(self, status: int, body: bytes) -> Exception:
+        try:
+            error = msgspec.json.decode(body, type=dict[str, Any])["error"]
+            kind, message, offset = error.get("type"), str(error["message"]), int(error.get("offset", 0))
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError):
+            kind, message, offset = None, body[:200].decode(errors="replace"), 0
+        if kind == "prefix_refused":
+            return PrefixRefusedError(offset, message)
+        if 400 <= status < 500 and status not in (408, 409, 429):
+            return InputError(f"engine {self._engine.incarnation} refused the request: {message}")
+        return self._failed(f"answered {status}: {message}")
+
+    def _failed(self, evidence: str) -> EngineFailedError:
+        return EngineFailedError(self._engine.incarnation, evidence)
+
+
+def _body(request: str, prefix: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+    """SGLang's GenerateReqInput."""
+    return {
+        "rid": request,
+        "input_ids": list(prefix),
+        "sampling_params": {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        },
+        "return_logprob": True,
+        "stream": True,
+    }

@@ -1,0 +1,106 @@
+"""Starts, finds and ends recorded engines on this machine.
+
+Invariant: an engine that `start` returned answers; one that it did not return is not running. Engines are in a
+session of their own and belong to the run's owner: whoever started one may die and the engine goes on, but never
+longer than the owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+
+from belayer.errors import EngineFailedError
+from belayer.gpu.http_engine import HttpEngine
+from belayer.gpu.protocol import EngineProcess
+from belayer.processes import host_name, kill, start_ticks
+
+_LOG_TAIL_BYTES = 400
+
+
+class RecordedEngineHost:
+    """An EngineHost. `recordings`: folder of token recordings; `folder`: where the engines' logs go."""
+
+    def __init__(
+        self,
+        recordings: Path,
+        folder: Path,
+        *,
+        owner_pid: int,
+        tokens_per_s: float = 400.0,
+        start_timeout_s: float = 30.0,
+        silence_s: float = 10.0,
+    ) -> None:
+        self._recordings = recordings
+        self._folder = folder
+        self._owner_pid = owner_pid
+        self._tokens_per_s = tokens_per_s
+        self._start_timeout_s = start_timeout_s
+        self._silence_s = silence_s
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    async def start(self, incarnation: str, role: Literal["main", "shadow"]) -> EngineProcess:
+        """Start an engine process and return once it answers. EngineFailedError when it does not in time."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        log = self._folder / f"{incarnation}.log"
+        command = [sys.executable, "-m", "belayer.gpu.recorded_engine", "--recordings", str(self._recordings)]
+        command += ["--owner-pid", str(self._owner_pid), "--incarnation", incarnation]
+        command += ["--tokens-per-s", str(self._tokens_per_s), *(["--standby"] if role == "shadow" else [])]
+        self._reap()
+        process = _spawn(command, log)
+        self._children.append(process)
+        ticks = start_ticks(process.pid)
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                said = await asyncio.to_thread(process.stdout.readline)
+            address = str(json.loads(said)["address"])
+        except (TimeoutError, ValueError, KeyError):
+            await kill(process.pid, ticks)
+            tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+            raise EngineFailedError(incarnation, f"did not start ({tail or 'it said nothing'}); see {log}") from None
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            process.stdout.close()
+        return EngineProcess(incarnation, host_name(), process.pid, ticks, address)
+
+    async def promote(self, shadow: EngineProcess) -> None:
+        """Make the standby the main. Repeating it is fine."""
+        timeout = aiohttp.ClientTimeout(total=self._silence_s)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                async with session.get(f"{shadow.address}/health") as response:
+                    answer = await response.json()
+                if answer["incarnation"] != shadow.incarnation:
+                    raise EngineFailedError(shadow.incarnation, f"{answer['incarnation']} answers at {shadow.address}")
+                async with session.post(f"{shadow.address}/promote") as response:
+                    response.raise_for_status()
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+            raise EngineFailedError(shadow.incarnation, f"cannot be promoted ({error!r})") from None
+
+    async def kill(self, engine: EngineProcess) -> None:
+        """SIGKILL the process and return once it is proved gone. A process that is gone already is fine."""
+        await kill(engine.pid, engine.pid_start_ticks)
+        self._reap()
+
+    def connect(self, engine: EngineProcess) -> HttpEngine:
+        """A client for that incarnation; close it."""
+        return HttpEngine(engine, silence_s=self._silence_s)
+
+    def _reap(self) -> None:
+        self._children = [child for child in self._children if child.poll() is None]
+
+
+def _spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as log_file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log_file, start_new_session=True
+        )

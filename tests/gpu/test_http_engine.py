@@ -1,0 +1,150 @@
+"""The HTTP client against servers that speak as SGLang does, and against ones that misbehave."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from belayer.errors import EngineFailedError, InputError
+from belayer.gpu.http_engine import HttpEngine
+from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
+
+Say = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(say: Say, seen: list[Any] | None = None) -> AsyncIterator[HttpEngine]:
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if seen is not None:
+            seen.append(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await say(request, response)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    engine = HttpEngine(EngineProcess("e-1", "here", 1, 1, address), silence_s=0.5)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        await runner.cleanup()
+
+
+def event(ids: list[int], completion: int, finish: Any = None, version: str = "default") -> bytes:
+    """As SGLang 0.5.17's tokenizer manager builds it."""
+    logprobs = [[-token / 4, token, None] for token in ids]
+    info = {
+        "id": "r",
+        "finish_reason": finish,
+        "prompt_tokens": 3,
+        "weight_version": version,
+        "output_token_logprobs": logprobs,
+        "completion_tokens": completion,
+        "cached_tokens": 0,
+    }
+    return b"data: " + json.dumps({"output_ids": ids, "meta_info": info}).encode() + b"\n\n"
+
+
+async def collect(engine: HttpEngine) -> list[TokenBatch]:
+    return [batch async for batch in engine.generate("r", [1, 2, 3], Sampling(9, 0.0, (7,)))]
+
+
+STOP = {"type": "stop", "matched": 7}
+CUMULATIVE = [event([4], 1), event([4, 5, 6], 3), event([4, 5, 6, 7], 4, STOP, "12")]
+INCREMENTAL = [event([4], 1), event([5, 6], 3), event([7], 4, STOP, "12")]
+
+
+@pytest.mark.parametrize("events", [CUMULATIVE, INCREMENTAL])
+@pytest.mark.parametrize("cut_at", [1, 7, 10_000])
+async def test_both_ways_of_streaming_give_each_token_once(events: list[bytes], cut_at: int) -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        whole = b"".join(events) + b"data: [DONE]\n\n"
+        for start in range(0, len(whole), cut_at):
+            await response.write(whole[start : start + cut_at])
+
+    seen: list[Any] = []
+    async with serving(say, seen) as engine:
+        batches = await collect(engine)
+    assert [token for batch in batches for token in batch.token_ids] == [4, 5, 6, 7]
+    assert [value for batch in batches for value in batch.logprobs] == [-1.0, -1.25, -1.5, -1.75]
+    assert batches[-1].finish_reason == "stop" and batches[-1].weight_version == 12
+    assert batches[0].weight_version == 0
+    [body] = seen
+    assert body["input_ids"] == [1, 2, 3] and body["stream"] and body["return_logprob"]
+    assert body["sampling_params"] == {"max_new_tokens": 9, "temperature": 0.0, "stop_token_ids": [7]}
+
+
+@pytest.mark.parametrize(
+    ("parts", "evidence"),
+    [
+        ([event([4], 1), b"data: [DONE]\n\n"], "after 1 tokens without a finish reason"),
+        ([event([4], 1)], "after 1 tokens without a finish reason"),
+        ([event([4], 1), b"data: {broken\n\n"], "no event"),
+        ([event([4], 3)], "where 3 were new"),
+        ([event([4, 5], 2), event([4], 1)], "where -1 were new"),
+        ([b'data: {"output_ids": [1]}\n\n'], "without what Belayer needs"),
+        ([event([], 0, {"type": "abort", "message": "out of memory"})], "out of memory"),
+        ([b'data: {"error": {"message": "boom", "code": 500}}\n\n'], "answered 500: boom"),
+    ],
+)
+async def test_a_stream_that_does_not_finish_is_an_engine_failure(parts: list[bytes], evidence: str) -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        for part in parts:
+            await response.write(part)
+
+    async with serving(say) as engine:
+        with pytest.raises(EngineFailedError, match=evidence):
+            await collect(engine)
+
+
+async def test_a_dropped_connection_is_an_engine_failure() -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        await response.write(event([4], 1))
+        assert request.transport is not None
+        request.transport.abort()
+
+    async with serving(say) as engine:
+        with pytest.raises(EngineFailedError, match="broke"):
+            await collect(engine)
+
+
+async def test_silence_is_an_engine_failure() -> None:
+    heard = asyncio.Event()
+
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        await response.write(event([4], 1))
+        await heard.wait()
+
+    async with serving(say) as engine:
+        with pytest.raises(EngineFailedError, match="after 1 tokens"):
+            await collect(engine)
+        heard.set()
+
+
+async def test_nothing_at_the_address_is_an_engine_failure() -> None:
+    engine = HttpEngine(EngineProcess("e-1", "here", 1, 1, "http://127.0.0.1:1"), silence_s=0.5)
+    try:
+        with pytest.raises(EngineFailedError, match="after 0 tokens"):
+            await collect(engine)
+    finally:
+        await engine.close()
+
+
+async def test_a_request_that_sglang_calls_wrong_is_the_callers_fault() -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        await response.write(b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n')
+
+    async with serving(say) as engine:
+        with pytest.raises(InputError, match="too long"):
+            await collect(engine)
