@@ -26,6 +26,7 @@ run() {
   fail "'$*' failed (above: its last lines). Check the network and the sources in /etc/apt, then run this again"
 }
 run dpkg --configure -a
+apt-get -qq check </dev/null >/dev/null 2>&1 || run apt-get -qq -y --fix-broken install
 run apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3 update
 run apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3 -y --no-install-recommends install "${missing[@]}"
 

@@ -65,7 +65,7 @@ launch() {
   launched=$!
 }
 
-ready_or_gone() { answers || ! kill -0 "$launched" 2>/dev/null; }
+ready_or_gone() { answers || ! { kill -0 "$launched" 2>/dev/null || our_pid >/dev/null; }; }
 
 give_up() {
   echo "--- the last lines of $log:" >&2
