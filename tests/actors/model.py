@@ -1,0 +1,168 @@
+"""A model of the world in which actors work: a sandbox host in memory, and a fuse that strikes between any two steps.
+
+The model host keeps the Protocol's promises exactly (at-most-once actions, half a checkpoint never visible); the real
+host is tested against Docker and CRIU in tests/sandbox. Its environment is the list of actions that ran in it, so an
+action that is lost, repeated or run in the wrong environment shows in the next observation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from belayer.errors import CheckpointRefusedError, RestoreFailedError, SandboxFailedError
+from belayer.journal.events import SandboxSpec
+from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation, Observation
+
+
+class CrashError(Exception):
+    """The process that was at work is dead at this instant."""
+
+
+class Fuse:
+    """Counts steps (calls that reach the outside); at step `at` it strikes once, before or after the call's effect."""
+
+    def __init__(self) -> None:
+        self._left = -1
+        self._after = False
+        self._strike: Callable[[], Awaitable[None]] | None = None
+
+    def set(self, at: int, after: bool, strike: Callable[[], Awaitable[None]]) -> None:
+        self._left, self._after, self._strike = at, after, strike
+
+    def clear(self) -> None:
+        self._left, self._strike = -1, None
+
+    async def step(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        if self._strike is None:
+            return await call()
+        self._left -= 1
+        if self._left >= 0:
+            return await call()
+        strike = self._strike
+        self.clear()
+        if not self._after:
+            await strike()
+            return await call()
+        result = await call()
+        await strike()
+        return result
+
+
+class Fused:
+    """Any object whose coroutine methods pass through the fuse."""
+
+    def __init__(self, inner: Any, fuse: Fuse) -> None:
+        self._inner = inner
+        self._fuse = fuse
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._fuse.step(lambda: method(*args, **kwargs))
+
+        return call if callable(method) else method
+
+
+@dataclass
+class Container:
+    """One model container: `actions` is its whole state."""
+
+    incarnation: Incarnation
+    run: str
+    actions: list[str] = field(default_factory=list)
+    results: dict[int, Observation] = field(default_factory=dict)
+    alive: bool = True
+
+
+class ModelSandbox:
+    """A handle on a model container."""
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self._container.incarnation
+
+    async def run(self, action: Action) -> Observation:
+        container = self._container
+        if not container.alive:
+            raise SandboxFailedError(container.incarnation.name, "dead")
+        if action.number not in container.results:
+            assert action.number == len(container.actions) + 1, "an action ran in the wrong environment"
+            container.actions.append(action.command)
+            output = hashlib.blake2b(repr(container.actions).encode(), digest_size=4).digest()
+            container.results[action.number] = Observation(0, output, 0.1)
+        return container.results[action.number]
+
+
+class ModelHost:
+    """A SandboxHost in memory."""
+
+    def __init__(self) -> None:
+        self.containers: dict[str, Container] = {}
+        self.saved: dict[str, tuple[str, tuple[str, ...], dict[int, Observation]]] = {}
+        self._pid = 0
+
+    async def create(self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec) -> Incarnation:
+        self._pid += 1
+        made = Incarnation(incarnation, f"id-{incarnation}", spec.image, "host", self._pid, self._pid)
+        self.containers[incarnation] = Container(made, run)
+        return made
+
+    async def attach(self, incarnation: Incarnation) -> ModelSandbox:
+        container = self.containers.get(incarnation.name)
+        if container is None or not container.alive:
+            raise SandboxFailedError(incarnation.name, "dead")
+        return ModelSandbox(container)
+
+    async def is_alive(self, incarnation: Incarnation) -> bool:
+        container = self.containers.get(incarnation.name)
+        return container is not None and container.alive
+
+    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+        container = self.containers.get(incarnation.name)
+        if container is None or not container.alive:
+            raise SandboxFailedError(incarnation.name, "dead")
+        if len(container.actions) != action:
+            raise CheckpointRefusedError(incarnation.name, "it has moved on")
+        self.saved[checkpoint] = (container.run, tuple(container.actions), dict(container.results))
+        return CheckpointReport(1, 0.0, 0.0)
+
+    async def restore(
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str
+    ) -> Incarnation:
+        if checkpoint not in self.saved:
+            raise RestoreFailedError(checkpoint, "it is gone")
+        made = await self.create(run, trajectory, incarnation, spec)
+        _, actions, results = self.saved[checkpoint]
+        self.containers[incarnation].actions = list(actions)
+        self.containers[incarnation].results = dict(results)
+        return made
+
+    async def remove(self, incarnation: str) -> None:
+        if container := self.containers.pop(incarnation, None):
+            container.alive = False
+
+    async def remove_checkpoint(self, checkpoint: str) -> None:
+        self.saved.pop(checkpoint, None)
+
+    async def remove_run(self, run: str) -> None:
+        for name in await self.incarnations(run):
+            await self.remove(name)
+        for name in [name for name, saved in self.saved.items() if saved[0] == run]:
+            await self.remove_checkpoint(name)
+
+    async def incarnations(self, run: str | None = None) -> list[str]:
+        return [name for name, container in self.containers.items() if run in (None, container.run)]
+
+    async def checkpoints(self) -> list[str]:
+        return list(self.saved)
+
+    def checkpoint_path(self, checkpoint: str) -> Path:
+        raise NotImplementedError("a model has no files")
