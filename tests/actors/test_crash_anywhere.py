@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable
 
-from belayer.journal.memory_store import MemoryStore
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -25,6 +24,7 @@ from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
 from belayer.client import Trajectory
 from belayer.errors import FencedError, SandboxFailedError, WrongSequenceError
 from belayer.journal.events import SandboxSpec
+from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import Notice
 from belayer.journal.writer import Reader
 from belayer.projections import trajectory
