@@ -68,7 +68,7 @@ class Sandbox(Protocol):
     def incarnation(self) -> Incarnation: ...
 
     async def run(self, action: Action) -> Observation:
-        """Run the action, or return what it gave if its number has already run. SandboxFailedError when the container is gone."""
+        """Run the action, or return what it gave if its number has run. SandboxFailedError when the sandbox is gone."""
         ...
 
     async def wait_dead(self) -> str:

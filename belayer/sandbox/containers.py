@@ -1,0 +1,206 @@
+"""Containers as Docker keeps them, through docker-py. Every call blocks (callers use threads) and has a deadline.
+
+A daemon that is down is a HostUnfitError; anything else that Docker refuses is a DockerRefusedError with its words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from belayer.errors import HostUnfitError, SandboxError
+from belayer.journal.events import SandboxSpec
+
+if TYPE_CHECKING:
+    import docker
+
+RUN_LABEL = "belayer.run"
+TRAJECTORY_LABEL = "belayer.trajectory"
+HOME_LABEL = "belayer.home"
+CALL_TIMEOUT_S = 60
+MOUNT_POINT = "/.belayer"
+RUNNER = Path(__file__).with_name("runner.py")
+START_DAEMON = "start it (`scripts/dockerd.sh start`, or `systemctl start docker`)"
+
+
+class DockerRefusedError(SandboxError):
+    """Docker did not do what it was asked to; the message is Docker's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What we need to know of one container."""
+
+    id: str
+    name: str
+    pid: int
+    """0 when it does not run."""
+    image_digest: str
+    upper: Path
+    merged: Path
+    labels: Mapping[str, str]
+
+
+class Containers:
+    """The containers of one Docker daemon that belong to one Belayer folder."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._client: docker.APIClient | None = None
+        self._data_root = Path()
+
+    def check(self) -> None:
+        """HostUnfitError unless Docker is there, uses overlay2 and can restore containers."""
+        info = self._info()
+        if info["Driver"] != "overlay2":
+            raise HostUnfitError(
+                "Docker's storage driver", info["Driver"], "set `storage-driver` to overlay2 in /etc/docker/daemon.json"
+            )
+        if not info["ExperimentalBuild"]:
+            raise HostUnfitError(
+                "Docker's experimental features",
+                "they are off, and restoring needs them",
+                'set `"experimental": true` in /etc/docker/daemon.json, or use `scripts/dockerd.sh start`',
+            )
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def image_digest(self, image: str) -> str:
+        """The image's id, by which its containers are pinned. HostUnfitError when it is not here."""
+        with self._errors():
+            found = [each for each in self._api().images() if _is_image(each, image)]
+        if not found:
+            raise HostUnfitError("the sandbox's image", f"{image} is not on this machine", "build or pull it first")
+        return found[0]["Id"]
+
+    def create(
+        self, run: str, trajectory: str, name: str, spec: SandboxSpec, image_digest: str, control: Path
+    ) -> Container:
+        """Create, not start, a container with the runner as its process 1."""
+        api = self._api()
+        limits = {key: value for key, value in (("mem_limit", spec.memory_bytes),) if value is not None}
+        if spec.cpus is not None:
+            limits["nano_cpus"] = int(spec.cpus * 1e9)
+        with self._errors():
+            made = api.create_container(
+                image=image_digest,
+                command=["python3", "-I", "-S", f"{MOUNT_POINT}/runner.py", f"{MOUNT_POINT}/control"],
+                entrypoint=[],
+                name=name,
+                hostname="sandbox",
+                working_dir=spec.workdir,
+                environment=dict(spec.environment),
+                stdin_open=False,
+                tty=False,
+                labels={RUN_LABEL: run, TRAJECTORY_LABEL: trajectory, HOME_LABEL: str(self._home)},
+                host_config=api.create_host_config(
+                    network_mode="none",
+                    ipc_mode="private",
+                    init=False,
+                    mounts=[
+                        {"Type": "bind", "Source": str(control), "Target": f"{MOUNT_POINT}/control"},
+                        {"Type": "bind", "Source": str(RUNNER), "Target": f"{MOUNT_POINT}/runner.py", "ReadOnly": True},
+                    ],
+                    **limits,
+                ),
+            )
+        return self.inspect(made["Id"])
+
+    def start(self, container_id: str, checkpoint: str | None = None) -> Container:
+        """Start it, or restore it from the checkpoint laid out in its `checkpoint_folder`."""
+        api: Any = self._api()
+        with self._errors():
+            # docker-py has no argument for the checkpoint: https://docs.docker.com/reference/api/engine/#ContainerStart
+            url = api._url("/containers/{0}/start", container_id)
+            params = {} if checkpoint is None else {"checkpoint": checkpoint}
+            api._raise_for_status(api._post(url, params=params))
+        return self.inspect(container_id)
+
+    def inspect(self, name: str) -> Container:
+        """DockerRefusedError when there is none."""
+        with self._errors():
+            found = self._api().inspect_container(name)
+        layers = found["GraphDriver"]["Data"]
+        return Container(
+            id=found["Id"],
+            name=found["Name"].lstrip("/"),
+            pid=found["State"]["Pid"],
+            image_digest=found["Image"],
+            upper=Path(layers["UpperDir"]),
+            merged=Path(layers["MergedDir"]),
+            labels=found["Config"]["Labels"] or {},
+        )
+
+    def remove(self, name: str) -> None:
+        """Kill and remove it. None there, or one that is being removed, is fine."""
+        from docker.errors import NotFound
+
+        with self._errors():
+            try:
+                self._api().remove_container(name, force=True, v=True)
+            except NotFound:
+                return
+            except Exception as error:
+                if "already in progress" not in str(error):
+                    raise
+
+    def names(self, run: str | None = None) -> list[str]:
+        """Our containers, dead or alive, of this folder and, if given, of one run."""
+        labels = [f"{HOME_LABEL}={self._home}"]
+        if run is not None:
+            labels.append(f"{RUN_LABEL}={run}")
+        with self._errors():
+            found = self._api().containers(all=True, filters={"label": labels})
+        return sorted(names[0].lstrip("/") for each in found if (names := each.get("Names")))
+
+    def checkpoint_folder(self, container_id: str, checkpoint: str) -> Path:
+        """Where Docker looks for the images of a container's checkpoint."""
+        if self._data_root == Path():
+            self._info()
+        return self._data_root / "containers" / container_id / "checkpoints" / checkpoint
+
+    def _info(self) -> dict[str, Any]:
+        with self._errors():
+            info = self._api().info()
+        self._data_root = Path(info["DockerRootDir"])
+        return info
+
+    def _api(self) -> docker.APIClient:
+        if self._client is None:
+            try:
+                import docker
+            except ImportError:
+                raise HostUnfitError(
+                    "the package docker", "it is not installed", "install Belayer with its extra `sandbox`"
+                ) from None
+            with self._errors():
+                self._client = docker.APIClient(
+                    base_url=os.environ.get("DOCKER_HOST"), version="auto", timeout=CALL_TIMEOUT_S
+                )
+        return self._client
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        import docker.errors
+        import requests.exceptions
+
+        try:
+            yield
+        except docker.errors.APIError as error:
+            raise DockerRefusedError(str(error.explanation or error)) from None
+        except requests.exceptions.Timeout:
+            raise DockerRefusedError(f"no answer within {CALL_TIMEOUT_S} s") from None
+        except (docker.errors.DockerException, requests.exceptions.ConnectionError) as error:
+            raise HostUnfitError("Docker", f"no daemon answers ({error})", START_DAEMON) from None
+
+
+def _is_image(found: Mapping[str, Any], image: str) -> bool:
+    names = [*(found.get("RepoTags") or ()), *(found.get("RepoDigests") or ()), found["Id"]]
+    return image in names or f"{image}:latest" in names

@@ -1,0 +1,211 @@
+"""CRIU, spoken to over its RPC (`criu swrk`), with the messages of pycriu. Imported only when first needed.
+
+A worker is started ahead, so that its start does not count while a container is frozen. One worker serves one request.
+When a worker dies or is too slow, the processes that it had seized go on by themselves: the kernel lets go of them.
+
+Source of the dump's options: runc 1.1, libcontainer/container_linux.go, Checkpoint, whose restore reads the images.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from belayer.errors import HostUnfitError
+
+MINIMUM_VERSION = (4, 2)
+REPLY_BYTES = 1 << 16
+LOG_FILE = "dump.log"
+GHOST_LIMIT_BYTES = 64 << 20
+"""Deleted files that a process still has open are kept in the images up to this size."""
+
+
+class CriuError(Exception):
+    """CRIU refused, failed or died; the text is the end of its log. Internal: the sandbox turns it into its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A container's processes, as CRIU must know them."""
+
+    pid: int
+    root: Path
+    freezer: Path
+    external_mounts: Mapping[str, str]
+    """Mount points in the container that are not part of the images, and their names there."""
+
+
+class Criu:
+    """The CRIU of one folder: `criu` and `python/pycriu` in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._binary = folder / "criu"
+        self._python = folder / "python"
+        self._messages: ModuleType | None = None
+
+    def check(self) -> tuple[int, int]:
+        """Its version. HostUnfitError when it is missing, too old or without pycriu."""
+        remedy = "run `scripts/criu.sh` (or `make setup`), which puts a current CRIU there"
+        try:
+            done = subprocess.run([self._binary, "--version"], capture_output=True, timeout=20, check=False, text=True)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise HostUnfitError("CRIU", f"{self._binary} cannot be run ({error})", remedy) from None
+        words = done.stdout.split()
+        try:
+            major, minor = (int(part) for part in words[words.index("Version:") + 1].split(".")[:2])
+        except (ValueError, IndexError):
+            raise HostUnfitError("CRIU", f"{self._binary} does not say its version", remedy) from None
+        if (major, minor) < MINIMUM_VERSION:
+            needed = ".".join(map(str, MINIMUM_VERSION))
+            raise HostUnfitError("CRIU", f"version {major}.{minor} is too old, {needed} is needed", remedy)
+        self.messages()
+        return major, minor
+
+    def messages(self) -> ModuleType:
+        """The module pycriu.rpc_pb2. HostUnfitError when it cannot be imported."""
+        if self._messages is None:
+            if str(self._python) not in sys.path:
+                sys.path.append(str(self._python))
+            try:
+                import pycriu.rpc_pb2 as messages  # type: ignore[import-not-found]
+            except ImportError as error:
+                remedy = "run `scripts/criu.sh` (or `make setup`), and install Belayer with its extra `sandbox`"
+                raise HostUnfitError("pycriu", f"it cannot be imported ({error})", remedy) from None
+            self._messages = messages
+        return self._messages
+
+    def worker(self, keep_open: Sequence[int] = ()) -> Worker:
+        """A CRIU process that waits for its request. It holds the given descriptors open until it ends."""
+        return Worker(self._binary, self.messages(), keep_open)
+
+
+class Worker:
+    """One `criu swrk` process; a context manager that leaves none behind."""
+
+    def __init__(self, binary: Path, messages: Any, keep_open: Sequence[int]) -> None:
+        self._messages = messages
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [binary, "swrk", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), *keep_open],
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+        try:
+            self._process.wait(0.5 if kind is None else 0.0)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait(10)
+
+    def kill(self) -> None:
+        """SIGKILL; what waits for the worker's answer sees it end."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+
+    def dump(self, target: Target, images: Path, timeout_s: float, before_thaw: Callable[[], None]) -> None:
+        """Dump the processes into the folder `images` and leave them as they were. CriuError, with its log, if not.
+
+        `before_thaw` is called when all is dumped and the processes are still held.
+        """
+        folder = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            request = self._messages.criu_req(type=self._messages.DUMP)
+            options = request.opts
+            options.images_dir_fd = folder
+            options.pid = target.pid
+            options.root = str(target.root)
+            options.leave_running = True
+            options.notify_scripts = True
+            options.tcp_established = True
+            options.ext_unix_sk = True
+            options.file_locks = True
+            options.link_remap = True
+            options.orphan_pts_master = True
+            options.manage_cgroups = True
+            options.manage_cgroups_mode = self._messages.SOFT
+            options.freeze_cgroup = str(target.freezer)
+            options.ghost_limit = GHOST_LIMIT_BYTES
+            options.log_level = 2
+            options.log_file = LOG_FILE
+            options.timeout = max(1, int(timeout_s))
+            for mount, name in target.external_mounts.items():
+                options.ext_mnt.add(key=mount, val=name)
+            (images / "descriptors.json").write_text(json.dumps(_standard_descriptors(target.pid)))
+            self._talk(request, images, timeout_s, before_thaw)
+        finally:
+            os.close(folder)
+
+    def _talk(self, request: Any, images: Path, timeout_s: float, before_thaw: Callable[[], None]) -> None:
+        self._socket.settimeout(timeout_s)
+        failure: Exception | None = None
+        try:
+            self._socket.send(request.SerializeToString())
+            while True:
+                data = self._socket.recv(REPLY_BYTES)
+                if not data:
+                    raise OSError("it closed the connection")
+                reply = self._messages.criu_resp.FromString(data)
+                if reply.type != self._messages.NOTIFY:
+                    break
+                if reply.notify.script == "post-dump":
+                    failure = _failure_of(before_thaw)
+                answer = self._messages.criu_req(type=self._messages.NOTIFY, notify_success=failure is None)
+                self._socket.send(answer.SerializeToString())
+        except TimeoutError:
+            self.kill()
+            raise CriuError(f"CRIU did not finish within {timeout_s:.0f} s") from None
+        except OSError as error:
+            raise CriuError(f"CRIU ended ({error}){_log_end(images / LOG_FILE)}") from None
+        except BaseException:
+            self.kill()
+            raise
+        if failure is not None:
+            raise failure
+        if reply.type != request.type or not reply.success:
+            raise CriuError(f"CRIU failed{_log_end(images / LOG_FILE)}")
+
+
+def _failure_of(step: Callable[[], None]) -> Exception | None:
+    """CRIU must hear of a failure, and let go of the processes, before the caller does."""
+    try:
+        step()
+    except OSError as error:
+        return error
+    return None
+
+
+def _standard_descriptors(pid: int) -> list[str]:
+    """What runc's restore wants to know: which pipes process 1 had as its standard streams."""
+    return [str(Path(f"/proc/{pid}/fd/{fd}").readlink()) for fd in range(3)]
+
+
+def _log_end(log: Path) -> str:
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+    except OSError:
+        return ""
+    return ": " + "; ".join(lines[:3]) if lines else ""

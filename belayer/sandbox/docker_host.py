@@ -1,0 +1,253 @@
+"""The containers of this machine: made, found, captured, brought back and removed. Implements SandboxHost.
+
+Everything of a container carries its incarnation's name (the container in Docker, its folder under $BELAYER_HOME), so
+whatever a dead process left half made is found by name and removed by `remove`, at any time and as often as one likes.
+A checkpoint's only visible state is published; a container's folder is made before the container and removed after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from belayer.errors import (
+    BelayerError,
+    CheckpointFailedError,
+    HostUnfitError,
+    InputError,
+    RestoreFailedError,
+    SandboxError,
+    SandboxFailedError,
+)
+from belayer.ids import checked_name
+from belayer.journal.events import SandboxSpec
+from belayer.processes import host_name, is_alive, kill, start_ticks
+from belayer.sandbox import bring_back
+from belayer.sandbox.capture import Capture
+from belayer.sandbox.containers import Container, Containers, DockerRefusedError
+from belayer.sandbox.control import make_folder
+from belayer.sandbox.criu import Criu
+from belayer.sandbox.docker_sandbox import DockerSandbox, thaw_abandoned
+from belayer.sandbox.freezer import freezer_of
+from belayer.sandbox.home import Home, default_home
+from belayer.sandbox.manifest import read_manifest, verify
+from belayer.sandbox.protocol import CheckpointReport, Incarnation
+
+SETUP_TIMEOUT_S = 600.0
+CHECKPOINT_TIMEOUT_S = 120.0
+RESTORE_TIMEOUT_S = 120.0
+PROBE_S = 20.0
+"""How long a started or restored runner may take to answer for the first time."""
+
+
+class DockerHost:
+    """See the module. `async with open_host() as host`, which checks the machine; or make one and check it yourself."""
+
+    def __init__(self, home: Path | None = None) -> None:
+        self._home = Home(home or default_home())
+        self._criu = Criu(self._home.criu)
+        self._containers = Containers(self._home.root)
+
+    def check(self) -> None:
+        """HostUnfitError, with what to do, when this machine cannot run sandboxes. Blocks; about 0.1 s."""
+        if os.geteuid() != 0:
+            raise HostUnfitError("privileges", "not root", "run as root: CRIU and the containers' layers need it")
+        try:
+            self._home.make()
+        except OSError as error:
+            raise HostUnfitError("$BELAYER_HOME", str(error), "set it to a folder that root can write") from None
+        self._containers.check()
+        self._criu.check()
+        self._home.remove_leftovers()
+
+    def close(self) -> None:
+        """Let go of Docker; containers go on."""
+        self._containers.close()
+
+    # --- containers ---
+
+    async def create(self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec) -> Incarnation:
+        """A fresh container at boundary 0. InputError when a set-up command fails; then nothing is left."""
+        image = await asyncio.to_thread(self._containers.image_digest, spec.image)
+        await self.remove(incarnation)
+        try:
+            made = await asyncio.to_thread(self._make, run, trajectory, incarnation, spec, image, None)
+            started = await asyncio.to_thread(self._containers.start, made.id)
+            here = self._incarnation(started)
+            async with DockerSandbox(self._home, here) as sandbox:
+                await sandbox.ping(PROBE_S)
+                for command in spec.setup:
+                    done = await sandbox.set_up(command, SETUP_TIMEOUT_S)
+                    if done.exit_status != 0:
+                        tail = done.output[-500:].decode(errors="replace").strip()
+                        raise InputError(f"set-up command {command!r} ended with {done.exit_status}: {tail}")
+        except DockerRefusedError as error:
+            await self._give_up(incarnation)
+            raise HostUnfitError("Docker", str(error), "see `docker info` and the daemon's log") from None
+        except BaseException:
+            await self._give_up(incarnation)
+            raise
+        return here
+
+    async def attach(self, incarnation: Incarnation) -> DockerSandbox:
+        """The live sandbox. SandboxFailedError when it is not alive or does not answer."""
+        if not await self.is_alive(incarnation):
+            raise SandboxFailedError(incarnation.name, f"process 1 (host pid {incarnation.pid}) is gone")
+        thaw_abandoned(self._home, incarnation)
+        return DockerSandbox(self._home, incarnation)
+
+    async def is_alive(self, incarnation: Incarnation) -> bool:
+        """Whether the container's process 1 runs (the same one: pid and start time)."""
+        return incarnation.host == host_name() and is_alive(incarnation.pid, incarnation.pid_start_ticks)
+
+    async def remove(self, incarnation: str) -> None:
+        """Kill and remove the container and its folders, whatever state they are in. Nothing there is fine."""
+        checked_name(incarnation)
+        with suppress(DockerRefusedError):
+            container = await asyncio.to_thread(self._containers.inspect, incarnation)
+            await self._kill(container)
+        try:
+            await asyncio.to_thread(self._containers.remove, incarnation)
+        except DockerRefusedError as error:
+            raise HostUnfitError("Docker", f"it does not remove {incarnation}: {error}", "see its log") from None
+        await asyncio.to_thread(self._home.remove_run_folder, incarnation)
+
+    async def remove_run(self, run: str) -> None:
+        """Remove every container and checkpoint here that is labelled with the run. Needs no journal."""
+        for name in await self.incarnations(run):
+            await self.remove(name)
+        for name in await self.checkpoints():
+            with suppress(RestoreFailedError):
+                if read_manifest(self.checkpoint_path(name)).run == run:
+                    await self.remove_checkpoint(name)
+        await asyncio.to_thread(self._home.remove_leftovers)
+
+    async def incarnations(self, run: str | None = None) -> list[str]:
+        """Names of all containers of ours here (of one run), dead or alive; half-made ones have only a folder."""
+        found = set(await asyncio.to_thread(self._containers.names, run))
+        for name in self._home.run_folders():
+            with suppress(OSError):
+                if run is None or self._home.run_of(name) == run:
+                    found.add(name)
+        return sorted(found)
+
+    # --- checkpoints ---
+
+    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+        """full_checkpoint; see `capture.py`. Cancelling it gives up, thaws and cleans up before it returns."""
+        if not await self.is_alive(incarnation):
+            raise SandboxFailedError(incarnation.name, f"process 1 (host pid {incarnation.pid}) is gone")
+        try:
+            container = await asyncio.to_thread(self._containers.inspect, incarnation.container_id)
+        except DockerRefusedError as error:
+            raise SandboxFailedError(incarnation.name, str(error)) from None
+        capture = Capture(self._home, self._criu, incarnation, container, checked_name(checkpoint), action)
+        work = asyncio.ensure_future(asyncio.to_thread(capture.run, CHECKPOINT_TIMEOUT_S))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            capture.cancel()
+            with suppress(BelayerError):
+                await work
+                await self.remove_checkpoint(checkpoint)
+            raise
+        except CheckpointFailedError:
+            await self._probe_or_kill(incarnation)
+            raise
+
+    async def restore(
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str
+    ) -> Incarnation:
+        """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it."""
+        folder = self.checkpoint_path(checkpoint)
+        manifest = await asyncio.to_thread(read_manifest, folder)
+        await self.remove(incarnation)
+        try:
+            await asyncio.to_thread(verify, folder, manifest)
+            made = await asyncio.to_thread(
+                self._make, run, trajectory, incarnation, spec, manifest.image_digest, manifest.action
+            )
+            await asyncio.to_thread(bring_back.fill_layer, folder, made.upper, RESTORE_TIMEOUT_S)
+            links = self._containers.checkpoint_folder(made.id, checkpoint)
+            await asyncio.to_thread(bring_back.link_images, folder, manifest, links)
+            here = self._incarnation(await asyncio.to_thread(self._containers.start, made.id, checkpoint))
+            async with DockerSandbox(self._home, here) as sandbox:
+                last = await sandbox.ping(PROBE_S)
+            if last != manifest.action:
+                raise RestoreFailedError(checkpoint, f"its runner says {last} actions, not {manifest.action}")
+        except (DockerRefusedError, SandboxFailedError, OSError) as error:
+            await self._give_up(incarnation)
+            raise RestoreFailedError(checkpoint, str(error)) from None
+        except BaseException:
+            await self._give_up(incarnation)
+            raise
+        return here
+
+    async def remove_checkpoint(self, checkpoint: str) -> None:
+        """Remove a checkpoint's files. Nothing there is fine."""
+        await asyncio.to_thread(self._home.remove_checkpoint, checked_name(checkpoint))
+
+    async def checkpoints(self) -> list[str]:
+        """All published checkpoints here. What dead checkpointers left is removed on the way."""
+        await asyncio.to_thread(self._home.remove_leftovers)
+        return self._home.published()
+
+    def checkpoint_path(self, checkpoint: str) -> Path:
+        """Where a published checkpoint lies."""
+        return self._home.checkpoint(checkpoint)
+
+    # --- steps ---
+
+    def _make(
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, image: str, action: int | None
+    ) -> Container:
+        self._home.make_run_folder(incarnation, run)
+        control = self._home.control_folder(incarnation)
+        make_folder(control, action)
+        return self._containers.create(run, trajectory, incarnation, spec, image, control)
+
+    def _incarnation(self, container: Container) -> Incarnation:
+        ticks = start_ticks(container.pid) if container.pid else 0
+        if not ticks:
+            raise SandboxFailedError(container.name, "its process 1 ended at once; `docker logs` may say why")
+        return Incarnation(container.name, container.id, container.image_digest, host_name(), container.pid, ticks)
+
+    async def _kill(self, container: Container) -> None:
+        """A frozen process (cgroup v1) dies only when thawed, and Docker would wait for it."""
+        ticks = start_ticks(container.pid) if container.pid else 0
+        if not ticks:
+            return
+        freezer = freezer_of(container.pid)
+        dying = asyncio.ensure_future(kill(container.pid, ticks))
+        await asyncio.sleep(0)
+        if freezer is not None:
+            freezer.thaw()
+        with suppress(BelayerError):
+            await dying
+
+    async def _probe_or_kill(self, incarnation: Incarnation) -> None:
+        """After CRIU died at work: whether its victim lives. One that does not answer is ended, so that it is seen."""
+        try:
+            async with await self.attach(incarnation) as sandbox:
+                await sandbox.ping(PROBE_S)
+        except SandboxFailedError:
+            await kill(incarnation.pid, incarnation.pid_start_ticks)
+
+    async def _give_up(self, incarnation: str) -> None:
+        """Remove what was begun, even when cancelled; an error of this is less telling than the one that led here."""
+        with suppress(SandboxError):
+            await asyncio.shield(self.remove(incarnation))
+
+
+@asynccontextmanager
+async def open_host(home: Path | None = None) -> AsyncIterator[DockerHost]:
+    """A checked DockerHost of $BELAYER_HOME (default /var/lib/belayer). HostUnfitError says what is missing."""
+    host = DockerHost(home)
+    try:
+        await asyncio.to_thread(host.check)
+        yield host
+    finally:
+        host.close()

@@ -1,0 +1,185 @@
+"""Belayer's folder on this machine: where a container's folder and its checkpoints lie, and who may touch them.
+
+    HOME/criu/                       CRIU and pycriu
+    HOME/run/INCARNATION/            0700; locked (flock) by whoever freezes the container
+    HOME/run/INCARNATION/control/    the runner's control folder, bind-mounted into the container
+    HOME/checkpoints/NAME/           a published checkpoint
+    HOME/checkpoints/.partial-*      one being made, locked (flock) by its maker; unlocked: left over, to be removed
+    HOME/checkpoints/.removed-*      one being removed; whoever finds it may finish
+
+A lock ends with the processes that hold it, so nothing here is stuck when they die.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from belayer import ids
+
+DEFAULT = "/var/lib/belayer"
+POLL_S = 0.01
+
+
+def default_home() -> Path:
+    """$BELAYER_HOME, or /var/lib/belayer."""
+    return Path(os.environ.get("BELAYER_HOME") or DEFAULT)
+
+
+class Home:
+    """Paths and locks below one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.criu = self.root / "criu"
+        self._run = self.root / "run"
+        self._checkpoints = self.root / "checkpoints"
+
+    def make(self) -> None:
+        """Make the folders that are missing. OSError when that is not allowed."""
+        for folder in (self._run, self._checkpoints):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # --- containers ---
+
+    def run_folder(self, incarnation: str) -> Path:
+        return self._run / ids.checked_name(incarnation)
+
+    def control_folder(self, incarnation: str) -> Path:
+        return self.run_folder(incarnation) / "control"
+
+    def make_run_folder(self, incarnation: str, run: str) -> None:
+        """A fresh one; which run it is of is written there, since a half-made container has no label yet."""
+        folder = self.run_folder(incarnation)
+        folder.mkdir(mode=0o700)
+        (folder / "run").write_text(run)
+
+    def run_of(self, incarnation: str) -> str:
+        """The run that a container's folder belongs to. OSError when there is no folder."""
+        return (self.run_folder(incarnation) / "run").read_text()
+
+    def run_folders(self) -> list[str]:
+        """Incarnations that have a folder here, whether or not a container goes with it."""
+        with suppress(FileNotFoundError):
+            return sorted(entry.name for entry in os.scandir(self._run) if entry.is_dir(follow_symlinks=False))
+        return []
+
+    @contextmanager
+    def locked(self, incarnation: str, timeout_s: float) -> Iterator[int]:
+        """Hold the incarnation's lock; its descriptor. TimeoutError: another holds it. FileNotFoundError: no folder."""
+        fd = os.open(self.run_folder(incarnation), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            deadline = time.monotonic() + timeout_s
+            while not _try_lock(fd):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+                time.sleep(POLL_S)
+            yield fd
+        finally:
+            os.close(fd)
+
+    def remove_run_folder(self, incarnation: str) -> None:
+        """Nothing there is fine."""
+        remove_tree(self.run_folder(incarnation))
+
+    # --- checkpoints ---
+
+    def checkpoint(self, name: str) -> Path:
+        return self._checkpoints / ids.checked_name(name)
+
+    def published(self) -> list[str]:
+        """All published checkpoints."""
+        with suppress(FileNotFoundError):
+            return sorted(entry.name for entry in os.scandir(self._checkpoints) if not entry.name.startswith("."))
+        return []
+
+    @contextmanager
+    def partial(self, name: str) -> Iterator[Path]:
+        """A folder to make a checkpoint in. Unless it is published in here it is removed at the end."""
+        folder = self._checkpoints / f".partial-{ids.checked_name(name)}-{ids.new_suffix()}"
+        folder.mkdir(mode=0o700)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield folder
+        finally:
+            remove_tree(folder)
+            os.close(fd)
+
+    def publish(self, folder: Path, name: str) -> None:
+        """Make what is in the folder durable, then visible under its name, at once. OSError when the name is taken."""
+        _sync_file_system(folder)
+        folder.rename(self.checkpoint(name))
+        _fsync(self._checkpoints)
+
+    def remove_checkpoint(self, name: str) -> None:
+        """First out of sight, then off the disk. Nothing there is fine."""
+        gone = self._checkpoints / f".removed-{name}-{ids.new_suffix()}"
+        with suppress(FileNotFoundError):
+            self.checkpoint(name).rename(gone)
+        remove_tree(gone)
+
+    def remove_leftovers(self) -> list[str]:
+        """Remove what dead makers and removers left; the names of what was found."""
+        found = []
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(self._checkpoints):
+                if entry.name.startswith(".removed-") or (entry.name.startswith(".partial-") and _is_free(entry.path)):
+                    found.append(entry.name)
+                    remove_tree(Path(entry.path))
+        return found
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder and all below, following no link. Nothing there, or somebody else removing it too, is fine."""
+    for _ in range(3):
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+            return
+        if not folder.exists():
+            return
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_free(folder: str) -> bool:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # A maker holds the lock an instant after it has made the folder: one that young is left alone.
+        return time.time() - os.fstat(fd).st_mtime > 1.0 and _try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _fsync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_file_system(folder: Path) -> None:
+    """syncfs(2): one call for a layer of many files. OSError when the disk could not take it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
+    finally:
+        os.close(fd)
