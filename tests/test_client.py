@@ -1,0 +1,170 @@
+"""The client for rollout code: what it writes, what it refuses, and how it goes on after being fenced off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from belayer import ids
+from belayer.client import Trajectory, wait_resumed
+from belayer.errors import FencedError, InputError, JournalUnavailableError, ProtocolError
+from belayer.ids import StreamId
+from belayer.journal.codec import Entry
+from belayer.journal.events import RecoveryStarted, Rewound, TokensAppended, TrajectoryResumed
+from belayer.journal.memory_store import MemoryStore
+from belayer.journal.writer import Reader, events_of, take_over
+from belayer.projections.trajectory import Boundary, fold
+
+T = ids.trajectory("t")
+
+
+async def begun(store: MemoryStore, **options: float) -> Trajectory:
+    trajectory = await Trajectory.open(store, "t", **options)  # type: ignore[arg-type]
+    await trajectory.start("run", "task", [1, 2])
+    return trajectory
+
+
+async def chunks(store: MemoryStore) -> list[TokensAppended]:
+    history = await Reader(store, T).catch_up()
+    return [event for event in events_of(history) if isinstance(event, TokensAppended)]
+
+
+async def test_what_is_written_reads_back_as_the_same_state() -> None:
+    store = MemoryStore()
+    trajectory = await begun(store, chunk_tokens=2)
+    await trajectory.begin_generation("w", "w-1")
+    await trajectory.append_tokens([10, 11, 12], [-0.5, -1.0, -1.5], weight_version=3)
+    await trajectory.finish_generation("stop")
+    assert await trajectory.start_action("ls", 60.0, "box") == 1
+    assert await trajectory.commit_action(0, [20], b"digest", 0.2) == Boundary(1, trajectory.state.sequence)
+    await trajectory.finish("done", reward=0.5)
+    assert [chunk.count for chunk in await chunks(store)] == [2, 1]
+    assert trajectory.state == fold(await Reader(store, T).catch_up())
+    assert trajectory.state.context() == [1, 2, 10, 11, 12, 20]
+
+
+async def test_a_short_chunk_goes_out_when_its_time_is_up() -> None:
+    store = MemoryStore()
+    trajectory = await begun(store, chunk_tokens=1000, chunk_s=0.01)
+    await trajectory.begin_generation()
+    before = trajectory.state.sequence
+    await trajectory.append_tokens([10], [-0.5])
+    assert await store.wait(T, before, timeout_s=10.0)
+    assert [chunk.count for chunk in await chunks(store)] == [1]
+
+
+async def test_a_chunk_never_mixes_weight_versions() -> None:
+    store = MemoryStore()
+    trajectory = await begun(store, chunk_tokens=100)
+    await trajectory.begin_generation()
+    await trajectory.append_tokens([10, 11], [0.0, 0.0], weight_version=1)
+    await trajectory.append_tokens([12], [0.0], weight_version=2)
+    await trajectory.close()
+    assert [(chunk.count, chunk.weight_version) for chunk in await chunks(store)] == [(2, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ids_", "logprobs", "mask"), [([1, 2], [0.0], None), ([1], [0.0], [1, 1]), ([1], [0.0, 0.0], [1])]
+)
+async def test_columns_of_different_length_are_refused_and_nothing_is_written(
+    ids_: list[int], logprobs: list[float], mask: list[int] | None
+) -> None:
+    store = MemoryStore()
+    trajectory = await begun(store)
+    await trajectory.begin_generation()
+    with pytest.raises(InputError, match="equally many"):
+        await trajectory.append_tokens(ids_, logprobs, loss_mask=mask)
+    await trajectory.close()
+    assert await chunks(store) == []
+
+
+async def test_a_call_that_does_not_fit_is_refused_and_the_trajectory_goes_on() -> None:
+    store = MemoryStore()
+    trajectory = await begun(store)
+    with pytest.raises(ProtocolError, match="no generation has begun"):
+        await trajectory.append_tokens([1], [0.0])
+    with pytest.raises(ProtocolError, match="before any generation"):
+        await trajectory.start_action("ls", 1.0, "box")
+    with pytest.raises(ProtocolError, match="that is open cannot start"):
+        await trajectory.start("run", "task", [])
+    await trajectory.begin_generation()
+    assert trajectory.state.generation is not None
+
+
+async def test_a_resumed_generation_goes_on_after_the_last_journaled_token() -> None:
+    store = MemoryStore()
+    first = await begun(store, chunk_tokens=1)
+    await first.begin_generation("w", "w-1")
+    await first.append_tokens([10, 11], [0.0, 0.0])
+    second = await Trajectory.open(store, "t", chunk_tokens=1)
+    with pytest.raises(FencedError):
+        await first.append_tokens([99], [0.0])
+    assert await second.begin_generation("w", "w-2") == 2
+    await second.append_tokens([12], [0.0])
+    await second.finish_generation("stop")
+    assert second.state.context() == [1, 2, 10, 11, 12]
+
+
+async def test_an_action_in_flight_keeps_its_number_and_must_be_the_same_command() -> None:
+    store = MemoryStore()
+    first = await begun(store)
+    await first.begin_generation()
+    await first.append_tokens([10], [0.0])
+    await first.finish_generation("stop")
+    assert await first.start_action("ls", 1.0, "box") == 1
+    second = await Trajectory.open(store, "t")
+    assert await second.start_action("ls", 1.0, "box") == 1
+    with pytest.raises(ProtocolError, match="in flight with another command"):
+        await second.start_action("rm", 1.0, "box")
+
+
+async def test_opening_waits_for_a_recovery_to_end() -> None:
+    store = MemoryStore()
+    await begun(store)
+    recovery, _ = await take_over(store, T, "recovery")
+    await recovery.append(RecoveryStarted("box", "restore", "recovery"))
+    with pytest.raises(TimeoutError, match="still under recovery"):
+        await wait_resumed(store, "t", timeout_s=0.0)
+    opening = asyncio.create_task(Trajectory.open(store, "t"))
+    await recovery.append(Rewound(0, 0, "test"), TrajectoryResumed(0, 0, "box-2"))
+    trajectory = await opening
+    assert trajectory.state.sandbox_incarnation == "box-2"
+    assert trajectory.state.epoch == 3
+
+
+class LosesReplies(MemoryStore):
+    """Stores an append and then says that it does not know."""
+
+    losses = 0
+
+    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+        await super().append(stream, entry, notice_tag)
+        if self.losses > 0:
+            self.losses -= 1
+            raise JournalUnavailableError("here", 0.0, "the reply was lost")
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=12))
+def test_a_lost_reply_neither_loses_nor_doubles_a_token(parts: list[tuple[int, bool]]) -> None:
+    async def run() -> None:
+        store = LosesReplies()
+        trajectory = await begun(store, chunk_tokens=3)
+        await trajectory.begin_generation()
+        sent: list[int] = []
+        for count, lose in parts:
+            tokens = list(range(len(sent), len(sent) + count))
+            store.losses = int(lose)
+            sent += tokens
+            try:
+                await trajectory.append_tokens(tokens, [0.0] * count)
+            except JournalUnavailableError:
+                assert lose
+        store.losses = 0
+        await trajectory.finish_generation("stop")
+        assert fold(await Reader(store, T).catch_up()).context() == [1, 2, *sent]
+        assert trajectory.state.context() == [1, 2, *sent]
+
+    asyncio.run(run())
