@@ -28,6 +28,7 @@ If you're using grep or find and it produced too much output, you can use a more
 If you really need to see something from the full command's output, you can redirect output to a file and then search \
 in that file.
 </warning>"""
+_SHOWN_OUTPUT = (b"<output>\n", b"<output_head>\n")
 _NO_COMMAND = "Please always provide exactly one command in a ```bash block."
 
 
@@ -73,6 +74,12 @@ class Chat:
     def no_command(self) -> list[int]:
         """What the model sees of a turn without a usable command."""
         return [USER, *self._encode(_NO_COMMAND), END, ASSISTANT]
+
+    def hands_in(self, observation: Sequence[int]) -> bool:
+        """Whether an observation, as tokens, is that of the command with which the agent hands in its work."""
+        shown = self.tokenizer.decode(observation)
+        starts = [shown.index(mark) + len(mark) for mark in _SHOWN_OUTPUT if mark in shown]
+        return bool(starts) and is_submission(shown[min(starts) :])
 
     def token_recording(self) -> TokenRecording:
         """What the recorded engine needs."""

@@ -9,7 +9,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -30,7 +30,7 @@ class HttpEngine:
         self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def generate(self, request: str, prefix: Sequence[int], sampling: Sampling) -> AsyncIterator[TokenBatch]:
+    async def generate(self, request: str, prefix: Sequence[int], sampling: Sampling) -> AsyncGenerator[TokenBatch]:
         """Stream what follows the prefix, of n token ids. Close the iterator (`contextlib.aclosing`) to abort."""
         if self._session is None:
             self._session = aiohttp.ClientSession()

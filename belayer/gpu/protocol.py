@@ -6,7 +6,7 @@ breaks its stream is an EngineFailedError, never a token.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,7 +45,7 @@ class EngineProcess:
 class Engine(Protocol):
     """A connection to one engine incarnation."""
 
-    def generate(self, request: str, prefix: Sequence[int], sampling: Sampling) -> AsyncIterator[TokenBatch]:
+    def generate(self, request: str, prefix: Sequence[int], sampling: Sampling) -> AsyncGenerator[TokenBatch]:
         """Stream the tokens that follow the prefix. EngineFailedError when the stream breaks before a finish reason."""
         ...
 

@@ -100,6 +100,9 @@ class ModelSandbox:
             container.results[action.number] = Observation(0, output, 0.1)
         return container.results[action.number]
 
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
 
 class ModelHost:
     """A SandboxHost in memory."""
