@@ -7,9 +7,14 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from belayer.gpu.protocol import EngineHost
+    from belayer.journal.store import JournalStore
+    from belayer.sandbox.protocol import SandboxHost
 
 HELP = """Run the actors of this host: detector, checkpointer, recovery and reaper.
 
@@ -56,17 +61,26 @@ async def _run(
     run: str | None,
     tokens_per_s: float,
 ) -> None:
-    from belayer.actors.reaper import Reaper
-    from belayer.actors.service import run_actors
     from belayer.gpu.recorded_host import RecordedEngineHost
     from belayer.journal.connect import open_store
-    from belayer.processes import host_name, start_ticks, wait_exit
-    from belayer.sandbox.docker_host import DockerHost
+    from belayer.sandbox.docker_host import open_host
 
     owner = os.getpid() if owner_pid is None else owner_pid
     engines = RecordedEngineHost(recordings, engine_log, owner_pid=owner, tokens_per_s=tokens_per_s)
-    store = await open_store(url, durability=durability, namespace=namespace)
-    sandboxes = DockerHost()
+    async with open_host() as sandboxes:
+        store = await open_store(url, durability=durability, namespace=namespace)
+        try:
+            await _work(store, sandboxes, engines, owner, run)
+        finally:
+            await store.close()
+
+
+async def _work(store: JournalStore, sandboxes: SandboxHost, engines: EngineHost, owner: int, run: str | None) -> None:
+    """Run the actors until SIGTERM or SIGINT, or until the owner has ended; then tidy up after him."""
+    from belayer.actors.reaper import Reaper
+    from belayer.actors.service import run_actors
+    from belayer.processes import host_name, start_ticks, wait_exit
+
     ready = asyncio.Event()
     working = asyncio.create_task(run_actors(store, sandboxes, engines, host_name(), ready))
     orphaned = asyncio.create_task(wait_exit(owner, start_ticks(owner)))
@@ -88,4 +102,3 @@ async def _run(
         for task in (working, orphaned, stopping):
             task.cancel()
         await asyncio.gather(working, orphaned, stopping, return_exceptions=True)
-        await store.close()
