@@ -1,6 +1,6 @@
 """Embed Belayer in your own rollout code: journal a trajectory as it happens, go on from it after a crash.
 
-    python examples/embed_in_rollout.py             # BELAYER_JOURNAL_URL, or a server of its own for the try
+python examples/embed_in_rollout.py             # BELAYER_JOURNAL_URL, or a server of its own for the try
 """
 
 import asyncio

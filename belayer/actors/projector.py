@@ -54,14 +54,3 @@ class Projector(Generic[S]):
         async with warm.lock:
             warm.state = self._fold(await warm.reader.catch_up(), warm.state)
         return warm.state
-
-    async def wait(self, name: str, until: Callable[[S], bool], timeout_s: float) -> S:
-        """The state as soon as it is as wanted. TimeoutError when it is not within the time."""
-        async with asyncio.timeout(timeout_s):
-            while not until(state := await self.look(name)):
-                await self._warm[name].reader.wait(timeout_s)
-        return state
-
-    def forget(self, name: str) -> None:
-        """The stream is finished with."""
-        self._warm.pop(name, None)
