@@ -153,6 +153,18 @@ def _upcast(encoded: memoryview) -> tuple[str | None, list[Any] | None]:
             return None, None
 
 
+def count_of(where: str, body: bytes) -> int:
+    """How many events a stored entry holds, from its header alone."""
+    first = body[:1]
+    if first and 0x90 < first[0] <= 0x9F:
+        return first[0] & 0x0F
+    if first == b"\xdc" and len(body) > 2:
+        return int.from_bytes(body[1:3], "big")
+    if first == b"\xdd" and len(body) > 4:
+        return int.from_bytes(body[1:5], "big")
+    raise CodecError(where, "not an entry: no array of events")
+
+
 def _array_header(length: int) -> bytes:
     """msgpack's header of an array of `length` items (its specification, 'array format family')."""
     if length < 16:

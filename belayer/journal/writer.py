@@ -115,11 +115,10 @@ async def take_over(
     """
     reader = Reader(store, stream)
     history = await reader.catch_up()
-    event_id = new_id()
     while True:
         epoch = reader.epoch + 1
         started = EpochStarted(epoch, writer)
-        entry, digest = encode_entry(epoch, reader.sequence, reader.digest, [started], [event_id], time.time_ns())
+        entry, digest = encode_entry(epoch, reader.sequence, reader.digest, [started], [new_id()], time.time_ns())
         if await store.take_over(stream, reader.last_entry, entry) is None:
             history += decode_entry(stream, epoch, entry.last_sequence, entry.body)
             return StreamWriter(store, stream, epoch, entry.last_sequence, digest), history

@@ -1,0 +1,34 @@
+"""The named durability modes, and for each the one sentence that says what can be lost."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Durability(enum.StrEnum):
+    """What 'acknowledged' means."""
+
+    MEMORY = "memory"
+    EVERYSEC = "everysec"
+    FSYNC = "fsync"
+    REPLICATED = "replicated"
+
+
+PROMISES = {
+    Durability.MEMORY: (
+        "An acknowledged event is in the server's memory; a crash or restart of the server may lose all of them."
+    ),
+    Durability.EVERYSEC: (
+        "An acknowledged event survives a crash of the server process, because the kernel has it; a crash of the "
+        "machine may lose the events of its last two seconds."
+    ),
+    Durability.FSYNC: (
+        "An acknowledged event is on the disk of the primary (WAITAOF 1 0); it is lost only with that disk, or by a "
+        "failover to a replica that lacked it."
+    ),
+    Durability.REPLICATED: (
+        "An acknowledged event is in the memory of the primary and of n replicas (WAIT n); it is lost only if all of "
+        "them crash within the second before it is on a disk, or by a failover to another replica that lacked it."
+    ),
+}
+"""Whatever was lost is found: who knew a lost event gets WrongSequenceError or DamagedJournalError when going on."""

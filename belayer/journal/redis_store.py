@@ -1,0 +1,166 @@
+"""The journal in Redis Streams.
+
+An entry is one stream entry with the id `<epoch>-<sequence>`; Redis refuses an id that is not above the stream's last
+one, which is the optimistic lock and the fence at once (see docs/journal.md). Writes go through one lane a shard
+(`belayer.journal.batching`), everything else through a pool of links (`belayer.journal.server`).
+
+Every call has a deadline of `timeout_s`; until then a server that is away, loading or full is asked again. After it,
+JournalUnavailableError.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+from belayer.errors import InputError
+from belayer.ids import StreamId, StreamKind
+from belayer.journal.address import Address
+from belayer.journal.batching import Lane
+from belayer.journal.codec import Entry
+from belayer.journal.durability import Durability
+from belayer.journal.keys import Keys, stored_entry
+from belayer.journal.server import Server
+from belayer.journal.store import Subscription
+from belayer.journal.subscription import subscribe
+
+_BLOCK_S = 2.0
+_MOST_POSITIONS = 200_000
+_SCAN = 1000
+
+
+class RedisStore:
+    """A JournalStore in Redis. Made by `belayer.journal.connect.open_store`."""
+
+    def __init__(
+        self,
+        address: Address,
+        keys: Keys,
+        durability: Durability = Durability.EVERYSEC,
+        *,
+        replicas: int = 1,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._keys = keys
+        self._durability = durability
+        self._server = Server(address, timeout_s)
+        self._lanes = [Lane(address, keys, shard, durability, replicas, timeout_s) for shard in range(keys.shards)]
+        self._epochs: dict[tuple[StreamId, int], int] = {}
+
+    async def start(self) -> None:
+        """Connect. ServerRefusedError or JournalUnavailableError when this server will not do."""
+        for lane in self._lanes:
+            await lane.start()
+        await self._fix_layout()
+
+    async def close(self) -> None:
+        for lane in self._lanes:
+            await lane.close()
+        self._server.close()
+
+    @property
+    def durability(self) -> str:
+        return self._durability
+
+    @property
+    def address(self) -> str:
+        """The server's address, without a password."""
+        return self._server.address.shown
+
+    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+        await self._lanes[self._keys.shard_of(stream)].append(stream, entry, notice_tag)
+
+    async def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Entry | None:
+        return await self._lanes[self._keys.shard_of(stream)].take_over(stream, after, entry)
+
+    async def last(self, stream: StreamId) -> Entry | None:
+        found = await self._server.ask("XREVRANGE", self._keys.stream(stream), "+", "-", "COUNT", "1")
+        return stored_entry(stream, *found[0]) if found else None
+
+    async def read(self, stream: StreamId, after_sequence: int = 0, limit: int = 1000) -> list[Entry]:
+        epoch = await self._epoch_at(stream, after_sequence)
+        entries = await self._range(stream, f"({epoch}-{after_sequence}", limit)
+        if entries:
+            if len(self._epochs) > _MOST_POSITIONS:
+                self._epochs.clear()
+            self._epochs[stream, entries[-1].last_sequence] = entries[-1].epoch
+        return entries
+
+    async def wait(self, stream: StreamId, after_sequence: int, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            last = await self.last(stream)
+            if last is not None and last.last_sequence > after_sequence:
+                return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            start = "0-0" if last is None else f"{last.epoch}-{last.last_sequence}"
+            await self._block(stream, start, min(left_s, _BLOCK_S))
+
+    async def streams(self, kind: StreamKind | None = None) -> Sequence[StreamId]:
+        found: set[StreamId] = set()
+        for shard in range(self._keys.shards):
+            cursor = b"0"
+            while True:
+                cursor, names = await self._server.ask("SSCAN", self._keys.names(shard), cursor, "COUNT", str(_SCAN))
+                found.update(StreamId.parse(name.decode()) for name in names)
+                if cursor == b"0":
+                    break
+        return sorted(stream for stream in found if kind in (None, stream.kind))
+
+    async def remove(self, stream: StreamId) -> None:
+        names = self._keys.names(self._keys.shard_of(stream))
+        await self._server.ask_all([("UNLINK", self._keys.stream(stream)), ("SREM", names, str(stream))])
+
+    def subscribe(
+        self, group: str, consumer: str, stale_after_s: float = 5.0
+    ) -> AbstractAsyncContextManager[Subscription]:
+        return subscribe(self._server, self._keys, group, consumer, stale_after_s)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    async def _range(self, stream: StreamId, start: str, limit: int) -> list[Entry]:
+        found = await self._server.ask("XRANGE", self._keys.stream(stream), start, "+", "COUNT", str(limit))
+        return [stored_entry(stream, identifier, fields) for identifier, fields in found]
+
+    async def _block(self, stream: StreamId, start: str, timeout_s: float) -> None:
+        """Return when the stream has an entry after `start`, or the time is over."""
+        block_ms = str(max(1, math.ceil(timeout_s * 1000)))
+        key = self._keys.stream(stream)
+        await self._server.ask("XREAD", "COUNT", "1", "BLOCK", block_ms, "STREAMS", key, start, block_s=timeout_s)
+
+    async def _epoch_at(self, stream: StreamId, sequence: int) -> int:
+        """The epoch of the newest entry that ends at or before the sequence; 0 for none.
+
+        Known from the last read, or found by bisection over epochs: they rise with the sequence.
+        """
+        if sequence == 0:
+            return 0
+        if (known := self._epochs.get((stream, sequence))) is not None:
+            return known
+        last = await self.last(stream)
+        if last is None or last.last_sequence <= sequence:
+            return 0 if last is None else last.epoch
+        low, high = 0, last.epoch
+        while low < high:
+            middle = (low + high + 1) // 2
+            first = await self._range(stream, f"{middle}-0", 1)
+            if first and first[0].last_sequence <= sequence:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    async def _fix_layout(self) -> None:
+        """The first to use a namespace fixes its number of shards; whoever has another one must not write."""
+        key, shards = self._keys.layout, self._keys.shards
+        _, stored = await self._server.ask_all([("SET", key, str(shards), "NX"), ("GET", key)])
+        found = int(stored or shards)
+        if found != shards:
+            raise InputError(
+                f"namespace {self._keys.namespace!r} at {self.address} has {found} shards, not {shards}; "
+                f"open it with shards={found}"
+            )

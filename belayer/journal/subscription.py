@@ -1,0 +1,148 @@
+"""Notices from the control streams, each to one consumer of a group.
+
+A stale notice (its consumer has not renewed it) goes before a new one. Delivery is at least once: a group that the
+server lost is created again from the beginning of the control stream, and notices then come again, which is harmless.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+
+import hiredis
+
+from belayer.errors import CodecError, InputError, JournalUnavailableError
+from belayer.ids import StreamId
+from belayer.journal.keys import NOTICE_STREAM_FIELD, NOTICE_TAG_FIELD, Keys
+from belayer.journal.link import Packable, Reply
+from belayer.journal.server import Server
+from belayer.journal.store import Notice
+
+_BLOCK_S = 2.0
+_GROUP_LOST = "NOGROUP"
+_GROUP_EXISTS = "BUSYGROUP"
+
+
+@asynccontextmanager
+async def subscribe(
+    server: Server, keys: Keys, group: str, consumer: str, stale_after_s: float
+) -> AsyncGenerator[RedisSubscription]:
+    """Join the group on every shard, creating it when needed; leave it at the end if nothing is pending for us."""
+    subscription = RedisSubscription(server, keys, group, consumer, stale_after_s)
+    await subscription.create_groups()
+    try:
+        yield subscription
+    finally:
+        with suppress(JournalUnavailableError):
+            await subscription.leave()
+
+
+class RedisSubscription:
+    """One consumer. Use `next` from one task at a time; `done` and `renew` from any."""
+
+    def __init__(self, server: Server, keys: Keys, group: str, consumer: str, stale_after_s: float) -> None:
+        self._server = server
+        self._controls = [keys.control(shard) for shard in range(keys.shards)]
+        self._group = group
+        self._consumer = consumer
+        self._stale_after_s = stale_after_s
+        self._claim_at = 0.0
+        self._ready: deque[Notice] = deque()
+        """Read along with another shard's. One that waits here for too long goes stale and to another consumer."""
+
+    async def next(self, timeout_s: float) -> Notice | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._ready:
+                return self._ready.popleft()
+            if (notice := await self._claim_stale()) is not None:
+                return notice
+            now = time.monotonic()
+            if (notice := await self._read_new(min(deadline, self._claim_at, now + _BLOCK_S) - now)) is not None:
+                return notice
+            if time.monotonic() >= deadline:
+                return None
+
+    async def done(self, notice: Notice) -> None:
+        shard, identifier = self._delivery(notice)
+        await self._server.ask("XACK", self._controls[shard], self._group, identifier)
+
+    async def renew(self, notice: Notice) -> None:
+        """Idle time back to 0, and the notice is ours; nothing when it is done."""
+        shard, identifier = self._delivery(notice)
+        key = self._controls[shard]
+        await self._ask_group("XCLAIM", key, self._group, self._consumer, "0", identifier, "JUSTID")
+
+    async def create_groups(self) -> None:
+        """On every shard, from the beginning of its control stream; where it exists nothing happens."""
+        for key in self._controls:
+            await self._server.ask("XGROUP", "CREATE", key, self._group, "0", "MKSTREAM", accept=(_GROUP_EXISTS,))
+
+    async def leave(self) -> None:
+        """Take our name out of the group where nothing is pending for it; what is pending stays, to go stale."""
+        for key in self._controls:
+            pending = await self._ask_group("XPENDING", key, self._group, "-", "+", "1", self._consumer)
+            if not pending:
+                await self._ask_group("XGROUP", "DELCONSUMER", key, self._group, self._consumer)
+
+    async def _claim_stale(self) -> Notice | None:
+        """The oldest stale notice. Asked for again at once after one was found, else after a quarter of the time."""
+        if time.monotonic() < self._claim_at:
+            return None
+        stale_ms = str(math.ceil(self._stale_after_s * 1000))
+        for shard, key in enumerate(self._controls):
+            reply = await self._ask_group("XAUTOCLAIM", key, self._group, self._consumer, stale_ms, "0-0", "COUNT", "1")
+            for entry in reply[1]:
+                return self._notice(shard, entry)
+        self._claim_at = time.monotonic() + self._stale_after_s / 4
+        return None
+
+    async def _read_new(self, timeout_s: float) -> Notice | None:
+        """The next new notice of any shard; None when none came in time."""
+        block_ms = str(max(1, math.ceil(timeout_s * 1000)))
+        group = ("GROUP", self._group, self._consumer)
+        starts = [">"] * len(self._controls)
+        reply = await self._ask_group(
+            "XREADGROUP",
+            *group,
+            "COUNT",
+            "1",
+            "BLOCK",
+            block_ms,
+            "STREAMS",
+            *self._controls,
+            *starts,
+            block_s=timeout_s,
+        )
+        for key, entries in reply or ():
+            shard = self._controls.index(key)
+            self._ready.extend(self._notice(shard, entry) for entry in entries)
+        return self._ready.popleft() if self._ready else None
+
+    async def _ask_group(self, *command: Packable, block_s: float = 0.0) -> Reply:
+        """The reply; a group that the server has lost is created again from the start."""
+        while True:
+            reply = await self._server.ask(*command, block_s=block_s, accept=(_GROUP_LOST,))
+            if not isinstance(reply, hiredis.ReplyError):
+                return reply
+            await self.create_groups()
+
+    def _notice(self, shard: int, entry: Reply) -> Notice:
+        identifier: bytes = entry[0]
+        fields: list[bytes] = entry[1]
+        try:
+            named = dict(zip(fields[::2], fields[1::2], strict=True))
+            stream = StreamId.parse(named[NOTICE_STREAM_FIELD].decode())
+            tag = named[NOTICE_TAG_FIELD].decode()
+        except (KeyError, ValueError, InputError) as error:
+            where = f"{self._controls[shard].decode()} {identifier.decode()}"
+            raise CodecError(where, f"not a notice: {error!r}") from None
+        return Notice(stream, tag, f"{shard}/{identifier.decode()}")
+
+    @staticmethod
+    def _delivery(notice: Notice) -> tuple[int, str]:
+        shard, _, identifier = notice.delivery.partition("/")
+        return int(shard), identifier

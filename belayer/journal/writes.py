@@ -1,0 +1,168 @@
+"""The two writes of the journal as Redis commands, and what their replies mean.
+
+An append is one XADD whose id fences by itself. It does not create a stream that the store knows to exist (NOMKSTREAM),
+so a stream that was removed or lost is noticed and never grows again from its middle. A takeover is a script because
+it must compare what it saw with what is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import hiredis
+
+from belayer.errors import JournalError, ServerRefusedError, WrongSequenceError
+from belayer.ids import StreamId
+from belayer.journal.codec import Entry
+from belayer.journal.keys import BODY_FIELD, NOTICE_STREAM_FIELD, NOTICE_TAG_FIELD, Keys, entry_id, stored_entry
+from belayer.journal.link import Reply, pack
+from belayer.journal.outcome import takeover_refusal
+
+CONTROL_MAXLEN = b"1000000"
+"""Notices kept on a control stream, roughly. A notice takes about 60 bytes, so this is at most 60 MB; a rollout of
+4,096 trajectories with 100 actions each makes 800,000 of them, so a watch that stays pending outlives a rollout."""
+
+TAKE_OVER = b"""
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+if last then
+  if last[1] == ARGV[1] and last[2][2] == ARGV[2] then return 1 end
+  if last[1] ~= ARGV[4] or last[2][2] ~= ARGV[5] then return last end
+elseif ARGV[4] ~= '' then
+  return 0
+end
+redis.call('XADD', KEYS[1], ARGV[1], 'e', ARGV[2])
+redis.call('SADD', KEYS[2], ARGV[3])
+return 1
+"""
+"""KEYS: stream, names. ARGV: id, body, the stream's name, then id and body of the entry seen last ('' for none).
+Returns 1 when stored (now or by an earlier try), 0 when the stream is gone, else the entry that is last."""
+
+REFUSED_ID = "ERR The ID specified in XADD"
+TRANSIENT = ("LOADING", "BUSY", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN")
+"""Errors that pass: the command had no effect and is sent again until the deadline."""
+ELSEWHERE = ("READONLY", "MASTERDOWN")
+"""Errors that say that this server is not, or no longer, the primary: connect again."""
+
+
+class Again(Exception):
+    """The write had no effect yet; `cause` says why."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class Refused(Exception):
+    """The stream is not where the writer believed; look at it to say how."""
+
+
+class Append:
+    """An entry on its way."""
+
+    __slots__ = ("deadline", "done", "entry", "key", "notice_tag", "size_bytes", "started", "stream")
+
+    def __init__(
+        self,
+        stream: StreamId,
+        entry: Entry,
+        notice_tag: str | None,
+        key: bytes,
+        started: float,
+        deadline: float,
+        done: asyncio.Future[Entry | None],
+    ) -> None:
+        self.stream = stream
+        self.entry = entry
+        self.notice_tag = notice_tag
+        self.key = key
+        self.size_bytes = len(entry.body)
+        self.started = started
+        self.deadline = deadline
+        self.done = done
+
+    def pack(self, keys: Keys, shard: int, is_new: bool) -> tuple[bytes, int]:
+        """The packed commands and how many replies they have."""
+        identifier = entry_id(self.entry)
+        if is_new:
+            add = pack((b"XADD", self.key, identifier, BODY_FIELD, self.entry.body))
+        else:
+            add = pack((b"XADD", self.key, b"NOMKSTREAM", identifier, BODY_FIELD, self.entry.body))
+        if not is_new and self.notice_tag is None:
+            return add, 1
+        name = str(self.stream)
+        commands = [pack((b"MULTI",)), add]
+        if is_new:
+            commands.append(pack((b"SADD", keys.names(shard), name)))
+        if self.notice_tag is not None:
+            notice = (NOTICE_STREAM_FIELD, name, NOTICE_TAG_FIELD, self.notice_tag)
+            commands.append(pack((b"XADD", keys.control(shard), b"MAXLEN", b"~", CONTROL_MAXLEN, b"*", *notice)))
+        commands.append(pack((b"EXEC",)))
+        return b"".join(commands), len(commands)
+
+    def judge(self, address: str, replies: Sequence[Reply]) -> Entry | None:
+        """None when the entry is stored; Again, Refused or a JournalError when it is not."""
+        reply = replies[-1]
+        if isinstance(reply, list):
+            reply = reply[0]  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(reply, hiredis.ReplyError):
+            queued = (reply for reply in replies if isinstance(reply, hiredis.ReplyError))
+            raise judged_error(address, next(queued, reply))
+        if reply is None:
+            raise Refused
+        return None
+
+
+class TakeOver(Append):
+    """An EpochStarted on its way, to be stored only right after the entry `after`."""
+
+    __slots__ = ("after",)
+
+    def __init__(
+        self,
+        stream: StreamId,
+        entry: Entry,
+        after: Entry | None,
+        key: bytes,
+        started: float,
+        deadline: float,
+        done: asyncio.Future[Entry | None],
+    ) -> None:
+        super().__init__(stream, entry, None, key, started, deadline, done)
+        self.after = after
+
+    def pack(self, keys: Keys, shard: int, is_new: bool) -> tuple[bytes, int]:
+        after = (b"", b"") if self.after is None else (entry_id(self.after), self.after.body)
+        arguments = (entry_id(self.entry), self.entry.body, str(self.stream), *after)
+        return pack((b"EVAL", TAKE_OVER, b"2", self.key, keys.names(shard), *arguments)), 1
+
+    def judge(self, address: str, replies: Sequence[Reply]) -> Entry | None:
+        """None when stored, else the entry that is the stream's last one; Again or a JournalError otherwise."""
+        reply = replies[-1]
+        if isinstance(reply, hiredis.ReplyError):
+            raise judged_error(address, reply)
+        if reply == 1:
+            return None
+        if reply == 0:
+            raise WrongSequenceError(str(self.stream), 0 if self.after is None else self.after.last_sequence, 0)
+        last = stored_entry(self.stream, reply[0], reply[1])
+        if error := takeover_refusal(self.stream, self.after, last):
+            raise error
+        return last
+
+
+def judged_error(address: str, reply: hiredis.ReplyError) -> Again | Refused | JournalError:
+    """What an error reply to a write means."""
+    text = str(reply)
+    if text.startswith(REFUSED_ID):
+        return Refused()
+    if text.startswith(TRANSIENT) or text.startswith("EXECABORT"):
+        return Again(text)
+    return refused_command(address, text)
+
+
+def refused_command(address: str, text: str) -> ServerRefusedError:
+    """An error reply that no waiting will change: a missing permission, a key of another type, a bug of ours."""
+    return ServerRefusedError(
+        address, "it refused a command", text, "see docs/journal.md for what the user must be allowed"
+    )
