@@ -27,8 +27,7 @@ need_root "putting CRIU into $target"
 command -v apt-get >/dev/null || fail "no apt-get here; put criu >= $OLDEST at $target/criu and pycriu into $target/python"
 mirror=$(debian_mirror)
 keyring=$(debian_keyring)
-work=$(work_dir "$BELAYER_HOME")
-trap 'rm -rf "${work:?}"' EXIT
+make_work_dir "$BELAYER_HOME"
 
 say "fetching CRIU from $mirror (sid)"
 apt=$work/apt

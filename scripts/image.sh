@@ -7,17 +7,18 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 IMAGE=belayer-base:bookworm
+# Raised when what this file puts into the image changes otherwise than by PACKAGES.
+RECIPE=1
 PACKAGES=python3,python-is-python3,git,patch,ca-certificates,procps,python3-pytest,python3-asgiref,python3-sqlparse,python3-tz,python3-dateutil,python3-simplejson,python3-wrapt,python3-lazy-object-proxy,python3-typing-extensions
 
-recipe=$(sha256sum "${BASH_SOURCE[0]}" | cut -c 1-16)
+recipe=$(echo "$RECIPE $PACKAGES" | sha256sum | cut -c 1-16)
 label() { timeout 30 docker image inspect --format '{{index .Config.Labels "belayer.recipe"}}' "$IMAGE" </dev/null 2>/dev/null || true; }
 
 [ "$(label)" != "$recipe" ] || exit 0
 need_root "building the sandbox image"
 mirror=$(debian_mirror)
 keyring=$(debian_keyring)
-work=$(work_dir "$BELAYER_HOME")
-trap 'rm -rf --one-file-system "${work:?}"' EXIT
+make_work_dir "$BELAYER_HOME"
 tree=$work/tree
 
 say "building $IMAGE from $mirror (about a minute, once)"

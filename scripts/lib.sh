@@ -15,6 +15,10 @@ esac
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SCRIPTS=$REPO/scripts
 
+# A program that was interrupted together with us may just report a failure; an interrupted script says nothing more.
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
 # say TEXT: a progress line. Standard error, so that a script's standard output stays its result.
 say() { printf '%s\n' "belayer: $*" >&2; }
 
@@ -25,17 +29,18 @@ need_root() {
   [ "$(id -u)" = 0 ] || fail "$1 needs root; run it with sudo, or 'scripts/setup.sh --no-sandbox' for the parts that do not"
 }
 
-# work_dir PARENT: a fresh folder under PARENT, on PARENT's file system so that a rename out of it is atomic.
-# What an interrupted run left behind (its owner is gone) is removed first.
-work_dir() {
-  local parent=$1 old owner
-  mkdir -p "$parent"
-  for old in "$parent"/.setup-*; do
-    [ -d "$old" ] || continue
-    owner=${old##*/.setup-}; owner=${owner%%.*}
-    [ -d "/proc/$owner" ] || rm -rf --one-file-system "${old:?}"
+# make_work_dir PARENT: sets `work` to a fresh folder under PARENT, on PARENT's file system so that a rename out of it is
+# atomic. It goes with the script. What killed scripts left (nobody holds its lock any more) is removed first.
+make_work_dir() {
+  local old
+  mkdir -p "$1"
+  for old in "$1"/.setup-*; do
+    [ -d "$old" ] && flock --nonblock "$old" rm -rf --one-file-system "${old:?}" || true
   done
-  mktemp -d "$parent/.setup-$$.XXXXXX"
+  work=$(mktemp -d "$1/.setup-XXXXXX")
+  exec 6<"$work"
+  flock --nonblock 6 || fail "another set-up took $work away; run this again"
+  trap 'rm -rf --one-file-system "${work:?}"' EXIT
 }
 
 # debian_mirror: prints the address of the Debian mirror that this machine's apt uses, without a slash at its end.

@@ -1,0 +1,6 @@
+"""See torchvision/__init__.py."""
+
+from torchvision._missing import InterpolationMode as InterpolationMode
+from torchvision._missing import missing as __getattr__
+
+from . import functional as functional
