@@ -22,7 +22,9 @@ answers() { timeout 10 docker version --format '{{.Server.Version}}' </dev/null 
 our_pid() {
   local pid
   pid=$(cat "$pidfile" 2>/dev/null) || return 1
-  [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] || return 1
+  # Its name guards against a reused id, its state against one that is dead and not yet reaped.
+  grep -qs '^Name:[[:space:]]*dockerd$' "/proc/$pid/status" || return 1
+  ! grep -qs '^State:[[:space:]]*[ZX]' "/proc/$pid/status" || return 1
   echo "$pid"
 }
 
@@ -67,6 +69,12 @@ launch() {
 
 ready_or_gone() { answers || ! { kill -0 "$launched" 2>/dev/null || our_pid >/dev/null; }; }
 
+containerd_settled() {
+  local pid
+  pid=$(cat /run/docker/containerd/containerd.pid 2>/dev/null) || return 0
+  ! grep -qs '^State:[[:space:]]*Z' "/proc/$pid/status"
+}
+
 give_up() {
   echo "--- the last lines of $log:" >&2
   tail -n 12 "$log" >&2
@@ -92,7 +100,10 @@ start() {
   fi
   mountpoint -q /sys/fs/cgroup || mount -t cgroup2 cgroup2 /sys/fs/cgroup ||
     fail "no cgroup file system is mounted and none can be: this machine (an unprivileged container?) cannot run Docker"
+  # Docker takes the dead, not yet reaped containerd of a killed daemon for a live one and waits for it in vain.
+  wait_for 10 containerd_settled || true
   rm -f "$pidfile"
+  if [ -e "$log" ]; then mv "$log" "$log.before"; fi
   say "starting dockerd (log: $log)"
   launch
   wait_for "$START_S" ready_or_gone || { kill "$launched" 2>/dev/null; give_up "did not answer within $START_S s"; }
