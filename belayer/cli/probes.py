@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from belayer.journal.embedded import ServerStartError, find_server
+from belayer.sandbox.home import default_home
 
 PROBE_S = 10.0
 """How long one program may take to answer."""
@@ -58,11 +59,6 @@ def _ask(*command: str) -> str:
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise _NoAnswerError(lines[-1] if lines else f"{command[0]} ended with status {done.returncode}")
     return done.stdout.strip()
-
-
-def belayer_home() -> Path:
-    """Belayer's own folder on this machine."""
-    return Path(os.environ.get("BELAYER_HOME") or "/var/lib/belayer")
 
 
 def probe_python() -> Finding:
@@ -135,7 +131,7 @@ def probe_runc() -> Finding:
 
 
 def probe_criu() -> Finding:
-    criu = str(belayer_home() / "criu" / "criu")
+    criu = str(default_home() / "criu" / "criu")
     try:
         found = re.search(r"Version: (\d+)\.(\d+)\S*", _ask(criu, "--version"))
         shown = found[0].removeprefix("Version: ") if found else "of an unknown version"
@@ -150,7 +146,7 @@ def probe_criu() -> Finding:
 
 
 def _criu_feature(name: str, feature: str, gives: str, remedy: str) -> Finding:
-    criu = belayer_home() / "criu" / "criu"
+    criu = default_home() / "criu" / "criu"
     if not criu.exists():
         return Finding(name, False, "no CRIU to ask", "put CRIU there first", needed=False)
     try:
@@ -171,7 +167,7 @@ def probe_criu_tracking() -> Finding:
 
 
 def probe_pycriu() -> Finding:
-    folder = belayer_home() / "criu" / "python"
+    folder = default_home() / "criu" / "python"
     # In a process of its own: pycriu stays out of this one.
     code = "import sys; sys.path.insert(0, sys.argv[1]); import pycriu; print(pycriu.__file__)"
     try:
@@ -210,7 +206,7 @@ def _file_system(folder: Path) -> str:
 
 
 def probe_disk() -> Finding:
-    home = belayer_home()
+    home = default_home()
     folder = _existing(home)
     free_bytes = shutil.disk_usage(folder).free
     detail = f"{home}: {_file_system(folder)}, {free_bytes / (1 << 30):.0f} GiB free"
@@ -227,8 +223,8 @@ def probe_reflink() -> Finding:
     remedy = "put BELAYER_HOME on btrfs or xfs: without shared blocks a checkpoint copies its files, which is correct"
     try:
         with (
-            tempfile.NamedTemporaryFile(dir=_existing(belayer_home())) as source,
-            tempfile.NamedTemporaryFile(dir=_existing(belayer_home())) as target,
+            tempfile.NamedTemporaryFile(dir=_existing(default_home())) as source,
+            tempfile.NamedTemporaryFile(dir=_existing(default_home())) as target,
         ):
             source.write(bytes(4096))
             source.flush()
