@@ -2,7 +2,7 @@
 # The sandbox's base image belayer-base:bookworm: a small Debian 12 with Python, git and common test dependencies.
 #
 # Built with debootstrap from this machine's own Debian mirror, because no registry may be reachable. Skipped when the
-# image carries the digest of this very recipe (this file) in its label belayer.recipe. The image appears in Docker only
+# image carries the digest of this very recipe in its label belayer.recipe. The image appears in Docker only
 # when it is complete.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
