@@ -1,0 +1,85 @@
+"""`belayer restore` on a real journal and a real container."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from belayer.actors.checkpointer import Checkpointer
+from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
+from belayer.cli.restore import restore
+from belayer.client import Trajectory
+from belayer.errors import InputError, UnknownStreamError
+from belayer.ids import trajectory as trajectory_stream
+from belayer.journal.redis_store import RedisStore
+from belayer.journal.store import Notice
+from belayer.processes import host_name, wait_exit
+from belayer.sandbox.docker_host import DockerHost, open_host
+from belayer.sandbox.protocol import Action
+from tests.actors.test_real import SPEC
+
+app = typer.Typer()
+app.command()(restore)
+
+
+@pytest.fixture
+async def host(namespace: str) -> AsyncIterator[DockerHost]:
+    async with open_host() as opened:
+        yield opened
+        await opened.remove_run(f"run-{namespace}")
+
+
+def call(url: str, namespace: str, *arguments: str):
+    return CliRunner().invoke(app, [*arguments, "--url", url, "--namespace", namespace, "--json"])
+
+
+def test_an_unknown_trajectory_and_a_missing_journal_are_named(redis_url: str, namespace: str) -> None:
+    assert isinstance(call(redis_url, namespace, "nobody").exception, UnknownStreamError)
+    nowhere = CliRunner(env={"BELAYER_JOURNAL_URL": ""}).invoke(app, ["nobody"])
+    assert isinstance(nowhere.exception, InputError)
+
+
+@pytest.mark.sandbox
+async def test_a_dead_container_is_restored_and_the_cost_is_said_first(
+    redis_store: RedisStore, redis_url: str, namespace: str, host: DockerHost
+) -> None:
+    name = f"t-{namespace}"
+    box = await create_sandbox(redis_store, host, f"run-{namespace}", name, SPEC, "test")
+    assert box.container is not None
+    async with await Trajectory.open(redis_store, name) as t:
+        await t.start(f"run-{namespace}", "task", [1])
+        await t.begin_generation()
+        await t.append_tokens([7, 8], [0.0, 0.0])
+        await t.finish_generation("stop")
+        await t.start_action("echo kept > file", 30.0, box.incarnation)
+        async with await host.attach(incarnation_of(box.container)) as sandbox:
+            seen = await sandbox.run(Action(1, "echo kept > file"))
+        await t.commit_action(seen.exit_status, [], b"", seen.duration_s)
+        actor = Checkpointer(redis_store, host, host_name(), "test")
+        await actor.handle(Notice(trajectory_stream(name), "action-committed", ""))
+        await t.begin_generation()
+        await t.append_tokens([9, 10, 11], [0.0] * 3)
+        await t.finish_generation("stop")
+        await t.start_action("sleep 60", 90.0, box.incarnation)
+
+    alive = json.loads((await asyncio.to_thread(call, redis_url, namespace, name)).stdout)
+    assert (alive["restored"], alive["boundary"]) == (False, 1)
+    assert "--force" in alive["why"]
+
+    os.kill(box.container.pid, signal.SIGKILL)
+    await wait_exit(box.container.pid, box.container.pid_start_ticks)
+    planned = json.loads((await asyncio.to_thread(call, redis_url, namespace, name, "--dry-run")).stdout)
+    assert (planned["restored"], planned["actions_again"], planned["tokens_again"]) == (False, 0, 3)
+    done = json.loads((await asyncio.to_thread(call, redis_url, namespace, name)).stdout)
+    assert done["restored"] and done["incarnation"] != box.incarnation
+    now = await look(redis_store, name)
+    assert now.container is not None
+    async with await host.attach(incarnation_of(now.container)) as sandbox:
+        assert (await sandbox.run(Action(2, "cat file"))).output == b"kept\n"
