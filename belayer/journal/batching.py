@@ -4,7 +4,7 @@ Invariants:
 - group commit: while one group is under way new writes wait, and go together into the next one;
 - a group holds at most one write of a stream, so a stream's writes stay in order;
 - what waits is bounded in bytes: callers then wait for room, nothing is dropped;
-- an XADD is sent only for a stream whose last sequence is known *over this very link* to be what the writer expects.
+- an XADD is sent only for a stream whose last event is known *over this very link* to be what the writer expects.
   A new link (after a crash or failover of the server, or for the first append) therefore reads every stream's last
   entry before its next append: events that the server lost are found there, never papered over by a gap.
 
@@ -19,21 +19,23 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import hiredis
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from belayer.errors import JournalError, JournalUnavailableError
+from belayer.errors import JournalError, JournalUnavailableError, ServerRefusedError
 from belayer.ids import StreamId
 from belayer.journal.address import Address
-from belayer.journal.codec import Entry
+from belayer.journal.codec import GENESIS, Entry, previous_digest_of
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.link import Link, LinkLostError, Reply, pack
 from belayer.journal.outcome import check_chain
+from belayer.journal.replies import ELSEWHERE, Again, Refused, judged_error, refused_command
 from belayer.journal.server import REPLY_S
 from belayer.journal.server_checks import check_server
-from belayer.journal.writes import ELSEWHERE, Again, Append, Refused, TakeOver, judged_error, refused_command
+from belayer.journal.writes import Append, TakeOver
 
 GROUP_BYTES = 1 << 20
 GROUP_WRITES = 512
@@ -42,6 +44,16 @@ _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _LEAST_ATTEMPT_S = 0.1
 _MOST_TAILS = 200_000
+
+
+class _Tail(NamedTuple):
+    """A stream's last event as known over the present link. `digest` empty: not known."""
+
+    sequence: int
+    digest: bytes
+
+
+_EMPTY = _Tail(0, GENESIS)
 
 
 class Lane:
@@ -55,6 +67,7 @@ class Lane:
         durability: Durability,
         replicas: int,
         timeout_s: float,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._address = address
         self._keys = keys
@@ -63,9 +76,10 @@ class Lane:
         self._replicas = replicas
         self._timeout_s = timeout_s
         self._link: Link | None = None
-        self._tails: dict[StreamId, int] = {}
+        self._tails: dict[StreamId, _Tail] = {}
         self._queue: deque[Append] = deque()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
+        self._most_waiting_bytes = waiting_bytes
         self._room = asyncio.Condition()
         self._arrived = asyncio.Event()
         self._group: list[Append] = []
@@ -82,10 +96,10 @@ class Lane:
 
     async def close(self) -> None:
         """Stop sending. Writes that wait or are under way fail."""
+        self._fail_all("the store was closed")
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])
-        self._fail_all("the store was closed")
         if self._link is not None:
             self._link.close()
 
@@ -104,21 +118,25 @@ class Lane:
         return await self._submit(write)
 
     async def _submit(self, write: Append) -> Entry | None:
-        if self._waiting_bytes and self._waiting_bytes + write.size_bytes > WAITING_BYTES:
+        if not self._has_room(write):
             await self._wait_for_room(write)
         if self._sender is None or self._sender.done():
             raise self._unavailable(write.started, "the store is closed")
-        self._waiting_bytes += write.size_bytes
+        self.waiting_bytes += write.size_bytes
         self._queue.append(write)
         self._arrived.set()
         return await write.done
 
+    def _has_room(self, write: Append) -> bool:
+        """A write that is larger than all the room there is goes alone."""
+        return not self.waiting_bytes or self.waiting_bytes + write.size_bytes <= self._most_waiting_bytes
+
     async def _wait_for_room(self, write: Append) -> None:
         try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._timeout_s), self._room:
-                await self._room.wait_for(lambda: self._waiting_bytes + write.size_bytes <= WAITING_BYTES)
+            async with asyncio.timeout(self._timeout_s), self._room:
+                await self._room.wait_for(lambda: self._has_room(write))
         except TimeoutError:
-            raise self._unavailable(write.started, f"{WAITING_BYTES >> 20} MiB are waiting already") from None
+            raise self._unavailable(write.started, f"{self.waiting_bytes} bytes are waiting already") from None
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +148,7 @@ class Lane:
                 if self._group:
                     size_bytes = sum(write.size_bytes for write in self._group)
                     await self._settle_group()
-                    self._waiting_bytes -= size_bytes
+                    self.waiting_bytes -= size_bytes
                     async with self._room:
                         self._room.notify_all()
         except BaseException as error:
@@ -146,7 +164,7 @@ class Lane:
         while self._queue and size_bytes < GROUP_BYTES and len(group) < GROUP_WRITES:
             write = self._queue.popleft()
             if write.done.done():
-                self._waiting_bytes -= write.size_bytes
+                self.waiting_bytes -= write.size_bytes
             elif write.stream in streams:
                 later.append(write)
             else:
@@ -193,7 +211,7 @@ class Lane:
         packed: list[bytes] = []
         counts: list[int] = []
         for write in sent:
-            commands, count = write.pack(self._keys, self._shard, self._tails.get(write.stream) == 0)
+            commands, count = write.pack(self._keys, self._shard, self._tails.get(write.stream) == _EMPTY)
             packed.append(commands)
             counts.append(count)
         confirm, confirm_count = self._confirm(timeout_s, bool(found))
@@ -213,7 +231,7 @@ class Lane:
         if confirm_count:
             self._check_confirmed(replies[-1])
         for write in stored:
-            self._tails[write.stream] = write.entry.last_sequence
+            self._tails[write.stream] = _Tail(write.entry.last_sequence, write.entry.digest)
         if refused and (late := await self._look(link, refused, timeout_s)):
             confirm, confirm_count = self._confirm(timeout_s, True)
             if confirm_count:
@@ -238,7 +256,13 @@ class Lane:
         return last is None
 
     def _is_unknown(self, write: Append) -> bool:
-        return not isinstance(write, TakeOver) and self._tails.get(write.stream) != write.entry.expected_sequence
+        """Whether an append may not be sent before a look at its stream."""
+        if isinstance(write, TakeOver):
+            return False
+        tail = self._tails.get(write.stream)
+        if tail is None or tail.sequence != write.entry.expected_sequence:
+            return True
+        return tail.digest != b"" and tail.digest != previous_digest_of(write.entry.body)
 
     async def _look(self, link: Link, writes: list[Append], timeout_s: float) -> list[Append]:
         """Read where the streams are. Returns the writes that are stored already, settles those that can never be.
@@ -262,7 +286,7 @@ class Lane:
             last, stored = (
                 stored_entry(write.stream, *entries[0]) if entries else None for entries in (newest, same_id)
             )
-            self._tails[write.stream] = 0 if last is None else last.last_sequence
+            self._tails[write.stream] = _EMPTY if last is None else _Tail(last.last_sequence, b"")
             if stored is not None and stored.body == write.entry.body:
                 found.append(write)
             elif error := check_chain(write.stream, write.entry, last):
@@ -299,25 +323,30 @@ class Lane:
             case Durability.REPLICATED:
                 confirmed, wanted, what = reply if isinstance(reply, int) else 0, self._replicas, "replicas"
         if isinstance(reply, hiredis.ReplyError):
-            raise refused_command(self._address.shown, str(reply))
+            raise refused_command(self._address.shown, reply)
         if confirmed < wanted:
             raise Again(f"{confirmed} of {wanted} {what} have it")
 
     # --- link and ends ----------------------------------------------------------------------------------------------
 
     async def _linked(self, timeout_s: float) -> Link:
-        """The link, opened anew and checked when it was lost; what was known about streams is then forgotten."""
+        """The link, opened anew and checked when it was lost; what was known about streams is then forgotten.
+
+        A server that is found unfit after a reconnect (a demoted primary, say) is waited for like one that is away.
+        """
         if self._link is not None and not self._link.is_lost:
             if len(self._tails) > _MOST_TAILS:
                 self._tails.clear()
             return self._link
         self._lose_link()
-        try:
-            link = await Link.open(self._address, f"belayer-lane-{self._shard}", timeout_s)
-        except hiredis.ReplyError as error:
-            raise refused_command(self._address.shown, str(error)) from None
+        link = await Link.open(self._address, f"belayer-lane-{self._shard}", timeout_s)
         try:
             await check_server(link, self._address.shown, self._durability, self._replicas, timeout_s)
+        except ServerRefusedError as error:
+            link.close()
+            if self._sender is None:
+                raise
+            raise LinkLostError(str(error)) from None
         except BaseException:
             link.close()
             raise

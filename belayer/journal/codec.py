@@ -16,7 +16,7 @@ import msgspec
 
 from belayer import __version__
 from belayer.errors import CodecError, UnknownEventError
-from belayer.ids import StreamId
+from belayer.ids import EVENT_ID_BYTES, StreamId
 from belayer.journal.events import AnyEvent
 
 DIGEST_BYTES = 16
@@ -33,13 +33,25 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     event: AnyEvent
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, eq=False):
     """One append as stored: events `last_sequence - count + 1` to `last_sequence` of epoch `epoch`."""
 
     epoch: int
     last_sequence: int
     count: int
     body: bytes
+    digest: bytes = b""
+    """Of the last event, when whoever made the entry had it at hand; it follows from the body."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entry) and (self.epoch, self.last_sequence, self.body) == (
+            other.epoch,
+            other.last_sequence,
+            other.body,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.epoch, self.last_sequence, self.body))
 
     @property
     def expected_sequence(self) -> int:
@@ -88,7 +100,7 @@ def encode_entry(
         previous_digest = digest_of(encoded)
         envelopes.append(encoded)
     body = _array_header(len(envelopes)) + b"".join(envelopes)
-    return Entry(epoch, after_sequence + len(envelopes), len(envelopes), body), previous_digest
+    return Entry(epoch, after_sequence + len(envelopes), len(envelopes), body, previous_digest), previous_digest
 
 
 def split_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) -> list[msgspec.Raw]:
@@ -163,6 +175,13 @@ def count_of(where: str, body: bytes) -> int:
     if first == b"\xdd" and len(body) > 4:
         return int.from_bytes(body[1:5], "big")
     raise CodecError(where, "not an entry: no array of events")
+
+
+def previous_digest_of(body: bytes) -> bytes:
+    """The digest of the event before a stored entry, from its fixed place; for entries that we encoded ourselves."""
+    header = 1 if body[0] < 0xDC else 3 if body[0] == 0xDC else 5
+    start = header + 1 + 2 + EVENT_ID_BYTES + 2
+    return body[start : start + DIGEST_BYTES]
 
 
 def _array_header(length: int) -> bytes:

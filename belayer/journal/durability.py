@@ -19,8 +19,8 @@ PROMISES = {
         "An acknowledged event is in the server's memory; a crash or restart of the server may lose all of them."
     ),
     Durability.EVERYSEC: (
-        "An acknowledged event survives a crash of the server process, because the kernel has it; a crash of the "
-        "machine may lose the events of its last two seconds."
+        "An acknowledged event is in the server's memory and on its disk within two seconds; a crash of the server or "
+        "its machine may lose the events of the last two seconds, a server that is stopped in order loses none."
     ),
     Durability.FSYNC: (
         "An acknowledged event is on the disk of the primary (WAITAOF 1 0); it is lost only with that disk, or by a "

@@ -16,6 +16,7 @@ from typing import Any, cast
 import hiredis
 
 from belayer.journal.address import Address
+from belayer.journal.replies import is_transient, refused_command
 
 Packable = str | bytes
 Reply = Any
@@ -93,7 +94,7 @@ class Link:
 
     @classmethod
     async def open(cls, address: Address, name: str, timeout_s: float) -> Link:
-        """Connect and log in. LinkLostError when that fails; hiredis.ReplyError when the server refuses the login."""
+        """Connect and log in. LinkLostError when that fails now; ServerRefusedError when the login is refused."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
@@ -123,7 +124,9 @@ class Link:
         commands.append(("CLIENT", "SETNAME", name))
         for reply in await self.exchange([pack(command) for command in commands], len(commands), timeout_s):
             if isinstance(reply, hiredis.ReplyError):
-                raise reply
+                if is_transient(reply):
+                    raise LinkLostError(str(reply))
+                raise refused_command(address.shown, reply)
 
     @property
     def is_lost(self) -> bool:

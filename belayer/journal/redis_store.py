@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from belayer.errors import InputError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.address import Address
-from belayer.journal.batching import Lane
+from belayer.journal.batching import WAITING_BYTES, Lane
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys, stored_entry
@@ -42,11 +42,14 @@ class RedisStore:
         *,
         replicas: int = 1,
         timeout_s: float = 30.0,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._keys = keys
         self._durability = durability
         self._server = Server(address, timeout_s)
-        self._lanes = [Lane(address, keys, shard, durability, replicas, timeout_s) for shard in range(keys.shards)]
+        self._lanes = [
+            Lane(address, keys, shard, durability, replicas, timeout_s, waiting_bytes) for shard in range(keys.shards)
+        ]
         self._epochs: dict[tuple[StreamId, int], int] = {}
 
     async def start(self) -> None:
@@ -68,6 +71,11 @@ class RedisStore:
     def address(self) -> str:
         """The server's address, without a password."""
         return self._server.address.shown
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How much is waiting to be stored, on all lanes."""
+        return sum(lane.waiting_bytes for lane in self._lanes)
 
     async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
         await self._lanes[self._keys.shard_of(stream)].append(stream, entry, notice_tag)

@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 from belayer.errors import JournalUnavailableError
 from belayer.journal.address import Address
 from belayer.journal.link import Link, LinkLostError, Packable, Reply, pack
-from belayer.journal.writes import ELSEWHERE, Again, Refused, judged_error, refused_command
+from belayer.journal.replies import ELSEWHERE, Again, Refused, judged_error, refused_command
 
 REPLY_S = 5.0
 
@@ -75,7 +75,7 @@ class Server:
         if str(reply).startswith(ELSEWHERE):
             link.close()
         error = judged_error(self.address.shown, reply)
-        return refused_command(self.address.shown, str(reply)) if isinstance(error, Refused) else error
+        return refused_command(self.address.shown, reply) if isinstance(error, Refused) else error
 
     async def _borrow(self) -> Link:
         while self._idle:
@@ -84,10 +84,7 @@ class Server:
                 return link
         if self._closed:
             raise JournalUnavailableError(self.address.shown, 0.0, "the store is closed")
-        try:
-            return await Link.open(self.address, "belayer", REPLY_S)
-        except hiredis.ReplyError as error:
-            raise refused_command(self.address.shown, str(error)) from None
+        return await Link.open(self.address, "belayer", REPLY_S)
 
     def _give_back(self, link: Link) -> None:
         if self._closed:

@@ -11,7 +11,8 @@ import hiredis
 
 from belayer.errors import ServerRefusedError
 from belayer.journal.durability import Durability
-from belayer.journal.link import Link, Reply, pack
+from belayer.journal.link import Link, LinkLostError, Reply, pack
+from belayer.journal.replies import is_transient
 
 OLDEST = (7, 0)
 OLDEST_WITH_WAITAOF = (7, 2)
@@ -22,6 +23,8 @@ async def check_server(link: Link, address: str, durability: Durability, replica
     commands = [pack(("INFO",)), pack(("CONFIG", "GET", "appendfsync"))]
     info, config = await link.exchange(commands, len(commands), timeout_s)
     if isinstance(info, hiredis.ReplyError):
+        if is_transient(info):
+            raise LinkLostError(str(info))
         raise ServerRefusedError(address, "it does not answer INFO", str(info), "allow the user INFO (ACL: +info)")
     judge(address, parse_info(info), _appendfsync(config), durability, replicas)
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 import hiredis
 
-from belayer.errors import JournalError, ServerRefusedError, WrongSequenceError
+from belayer.errors import WrongSequenceError
 from belayer.ids import StreamId
 from belayer.journal.codec import Entry
 from belayer.journal.keys import BODY_FIELD, NOTICE_STREAM_FIELD, NOTICE_TAG_FIELD, Keys, entry_id, stored_entry
 from belayer.journal.link import Reply, pack
 from belayer.journal.outcome import takeover_refusal
+from belayer.journal.replies import Refused, judged_error
 
 CONTROL_MAXLEN = b"1000000"
 """Notices kept on a control stream, roughly. A notice takes about 60 bytes, so this is at most 60 MB; a rollout of
@@ -37,24 +38,6 @@ return 1
 """
 """KEYS: stream, names. ARGV: id, body, the stream's name, then id and body of the entry seen last ('' for none).
 Returns 1 when stored (now or by an earlier try), 0 when the stream is gone, else the entry that is last."""
-
-REFUSED_ID = "ERR The ID specified in XADD"
-TRANSIENT = ("LOADING", "BUSY", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN")
-"""Errors that pass: the command had no effect and is sent again until the deadline."""
-ELSEWHERE = ("READONLY", "MASTERDOWN")
-"""Errors that say that this server is not, or no longer, the primary: connect again."""
-
-
-class Again(Exception):
-    """The write had no effect yet; `cause` says why."""
-
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
-
-
-class Refused(Exception):
-    """The stream is not where the writer believed; look at it to say how."""
 
 
 class Append:
@@ -149,20 +132,3 @@ class TakeOver(Append):
         if error := takeover_refusal(self.stream, self.after, last):
             raise error
         return last
-
-
-def judged_error(address: str, reply: hiredis.ReplyError) -> Again | Refused | JournalError:
-    """What an error reply to a write means."""
-    text = str(reply)
-    if text.startswith(REFUSED_ID):
-        return Refused()
-    if text.startswith(TRANSIENT) or text.startswith("EXECABORT"):
-        return Again(text)
-    return refused_command(address, text)
-
-
-def refused_command(address: str, text: str) -> ServerRefusedError:
-    """An error reply that no waiting will change: a missing permission, a key of another type, a bug of ours."""
-    return ServerRefusedError(
-        address, "it refused a command", text, "see docs/journal.md for what the user must be allowed"
-    )

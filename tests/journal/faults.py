@@ -1,0 +1,150 @@
+"""Real faults for the journal's tests: a proxy that loses replies or holds requests, and raw commands to a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from belayer import ids
+from belayer.ids import StreamId
+from belayer.journal.address import parse_address
+from belayer.journal.codec import Recorded
+from belayer.journal.events import GenerationStarted
+from belayer.journal.server import Server
+from belayer.journal.store import JournalStore
+from belayer.journal.writer import StreamWriter, read_events, take_over
+
+T = ids.trajectory("t")
+
+
+async def command(url: str, *parts: str) -> Any:
+    """One command to the server, as an operator would type it."""
+    server = Server(parse_address(url), 10.0)
+    try:
+        return await server.ask(*parts)
+    finally:
+        server.close()
+
+
+async def raw(url: str, request: bytes) -> bytes:
+    """The first line of the server's answer, whatever it is."""
+    reader, writer = await asyncio.open_unix_connection(url.removeprefix("unix://"))
+    try:
+        writer.write(request)
+        return await reader.readline()
+    finally:
+        writer.close()
+
+
+async def written(store: JournalStore, stream: StreamId = T, count: int = 3) -> StreamWriter:
+    """A new writer of the stream that has appended `count` events."""
+    writer, _ = await take_over(store, stream, "a")
+    for number in range(count):
+        await writer.append(generation(number))
+    return writer
+
+
+def generation(number: int) -> GenerationStarted:
+    return GenerationStarted(number, "w", "w-1")
+
+
+async def stored(store: JournalStore, stream: StreamId = T) -> list[Recorded]:
+    """Everything in the stream, its chain checked."""
+    return [recorded async for recorded in read_events(store, stream)]
+
+
+class Proxy:
+    """Stands between a store and a server, on a Unix socket of its own.
+
+    `lose_reply(word)`: the next request with the word in it reaches the server and is executed; then the connection
+    breaks before the reply. `hold(word)`: such a request waits here until `release`.
+    """
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self._path = str(folder / "proxy.sock")
+        self._server_path = url.removeprefix("unix://")
+        self._lose: bytes | None = None
+        self._hold: bytes | None = None
+        self._released = asyncio.Event()
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.lost = 0
+        self.held = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._path}"
+
+    def lose_reply(self, word: bytes) -> None:
+        self._lose = word
+
+    def hold(self, word: bytes) -> None:
+        self._hold = word
+        self.held.clear()
+        self._released.clear()
+
+    def release(self) -> None:
+        self._hold = None
+        self._released.set()
+
+    def cut(self) -> None:
+        """Break all connections now."""
+        for connection in self._connections:
+            connection.transport.abort()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Proxy]:
+        server = await asyncio.start_unix_server(self._accept, self._path)
+        try:
+            yield self
+        finally:
+            server.close()
+            self._released.set()
+            self.cut()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, client_reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        try:
+            server_reader, server = await asyncio.open_unix_connection(self._server_path)
+        except OSError:
+            client.transport.abort()
+            return
+        ends = {client, server}
+        self._connections |= ends
+        replies = asyncio.create_task(self._forward(server_reader, client))
+        try:
+            while data := await client_reader.read(1 << 20):
+                if self._hold is not None and self._hold in data:
+                    self.held.set()
+                    await self._released.wait()
+                if self._lose is not None and self._lose in data:
+                    self._lose = None
+                    replies.cancel()
+                    await asyncio.wait([replies])
+                    server.write(data)
+                    await server_reader.read(1)
+                    self.lost += 1
+                    break
+                server.write(data)
+        except OSError:
+            pass
+        finally:
+            replies.cancel()
+            for end in ends:
+                end.transport.abort()
+            self._connections -= ends
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 20):
+                writer.write(data)
+        writer.transport.abort()

@@ -1,0 +1,420 @@
+"""Real faults against real servers: nothing acknowledged is lost unseen, nothing is stored twice, nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from belayer import ids
+from belayer.errors import DamagedJournalError, FencedError, JournalUnavailableError, WrongSequenceError
+from belayer.journal.connect import open_store
+from belayer.journal.embedded import EmbeddedServer, shipped_server
+from belayer.journal.redis_store import RedisStore
+from belayer.journal.writer import StreamWriter, take_over
+from tests.journal.faults import Proxy, T, command, generation, raw, stored, written
+from tests.waiting import until
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    """A server that a test may break."""
+    async with EmbeddedServer(tmp_path / "r", settings={"busy-reply-threshold": "10"}) as server:
+        yield server
+
+
+@pytest.fixture
+async def proxy(tmp_path: Path, redis_url: str) -> AsyncIterator[Proxy]:
+    async with Proxy(tmp_path, redis_url).running() as proxy:
+        yield proxy
+
+
+async def opened(url: str, **options) -> RedisStore:
+    return await open_store(url, **{"timeout_s": 10.0, **options})
+
+
+# --- lost replies and broken connections ----------------------------------------------------------------------------
+
+
+async def test_an_append_whose_reply_was_lost_is_stored_once(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    writer = await written(store)
+    proxy.lose_reply(b"XADD")
+    assert await writer.append(generation(7)) == 5
+    assert await writer.append(generation(8)) == 6
+    assert proxy.lost == 1
+    assert [recorded.sequence for recorded in await stored(store)] == [1, 2, 3, 4, 5, 6]
+    await store.close()
+
+
+async def test_a_takeover_whose_reply_was_lost_is_stored_once(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    await written(store, count=1)
+    proxy.lose_reply(b"EVAL")
+    writer, history = await take_over(store, T, "b")
+    assert proxy.lost == 1
+    assert writer.epoch == 2 and len(history) == 3
+    assert len(await stored(store)) == 3
+    await store.close()
+
+
+async def test_a_group_whose_replies_were_lost_is_stored_once(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    streams = [ids.trajectory(f"t{number}") for number in range(64)]
+    writers = [await written(store, stream, 1) for stream in streams]
+    proxy.lose_reply(b"XADD")
+    await asyncio.gather(*(writer.append(generation(9)) for writer in writers))
+    assert proxy.lost == 1
+    for stream in streams:
+        assert len(await stored(store, stream)) == 3
+    await store.close()
+
+
+async def test_a_noticed_append_whose_reply_was_lost_has_its_notice(proxy: Proxy, namespace: str) -> None:
+    from belayer.journal.events import TrajectoryFinished
+
+    store = await opened(proxy.url, namespace=namespace)
+    writer = await written(store)
+    proxy.lose_reply(b"XADD")
+    await writer.append(TrajectoryFinished("done"))
+    async with store.subscribe("g", "c") as notices:
+        notice = await notices.next(5.0)
+        assert notice is not None and notice.tag == "trajectory-finished"
+        assert await notices.next(0.01) is None
+    await store.close()
+
+
+async def test_connections_that_break_under_load_lose_and_double_nothing(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    streams = [ids.trajectory(f"t{number}") for number in range(16)]
+    done = 0
+
+    async def work(writer: StreamWriter) -> None:
+        nonlocal done
+        for number in range(60):
+            await writer.append(generation(number))
+            done += 1
+
+    writers = [await written(store, stream, 0) for stream in streams]
+    async with asyncio.TaskGroup() as tasks:
+        for writer in writers:
+            tasks.create_task(work(writer))
+        for share in range(1, 6):
+            await until(lambda share=share: done > share * 150, what="progress")
+            proxy.cut()
+    for stream in streams:
+        assert [r.event for r in await stored(store, stream)][1:] == [generation(number) for number in range(60)]
+    await store.close()
+
+
+async def test_a_writer_held_up_while_another_takes_over_is_refused(
+    proxy: Proxy, redis_url: str, namespace: str
+) -> None:
+    paused, other = await opened(proxy.url, namespace=namespace), await opened(redis_url, namespace=namespace)
+    writer = await written(paused)
+    proxy.hold(b"XADD")
+    late = asyncio.create_task(writer.append(generation(9)))
+    await proxy.held.wait()
+    successor, history = await take_over(other, T, "b")
+    await successor.append(generation(10))
+    proxy.release()
+    with pytest.raises(FencedError) as caught:
+        await late
+    assert (caught.value.epoch, caught.value.current_epoch) == (1, 2)
+    assert len(history) == 5
+    assert [recorded.epoch for recorded in await stored(other)] == [1, 1, 1, 1, 2, 2]
+    await paused.close()
+    await other.close()
+
+
+# --- cancellation and room ------------------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_append_under_way_is_settled_by_a_retry(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    writer = await written(store)
+    proxy.hold(b"XADD")
+    task = asyncio.create_task(writer.append(generation(9)))
+    await proxy.held.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    proxy.release()
+    assert await writer.retry() == 5
+    assert await writer.append(generation(10)) == 6
+    assert len(await stored(store)) == 6
+    await store.close()
+
+
+async def test_an_append_cancelled_while_it_waits_is_not_sent(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    first, second = await written(store), await written(store, ids.trajectory("u"))
+    proxy.hold(b"XADD")
+    held = asyncio.create_task(first.append(generation(9)))
+    await proxy.held.wait()
+    waiting = asyncio.create_task(second.append(generation(9)))
+    await asyncio.wait([waiting], timeout=0.02)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    proxy.release()
+    await held
+    assert await first.append(generation(10)) == 6
+    assert len(await stored(store, ids.trajectory("u"))) == 4
+    await store.close()
+
+
+async def test_callers_wait_for_room_and_nothing_is_dropped(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace, waiting_bytes=1000)
+    writers = [await written(store, ids.trajectory(f"t{number}"), 1) for number in range(40)]
+    proxy.hold(b"XADD")
+    appends = [asyncio.create_task(writer.append(generation(9))) for writer in writers]
+    await proxy.held.wait()
+    await asyncio.wait(appends, timeout=0.05)
+    assert store.waiting_bytes <= 1000
+    assert not any(append.done() for append in appends)
+    proxy.release()
+    assert await asyncio.gather(*appends) == [3] * 40
+    assert store.waiting_bytes == 0
+    await store.close()
+
+
+async def test_closing_fails_what_waits(proxy: Proxy, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    writer = await written(store)
+    proxy.hold(b"XADD")
+    waiting = asyncio.create_task(writer.append(generation(9)))
+    await proxy.held.wait()
+    await store.close()
+    with pytest.raises(JournalUnavailableError, match="closed"):
+        await waiting
+    with pytest.raises(JournalUnavailableError, match="closed"):
+        await store.last(T)
+
+
+# --- a server that dies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["everysec", "fsync"])
+async def test_a_server_killed_in_mid_append_and_restarted(tmp_path: Path, durability: str) -> None:
+    """With fsync every acknowledged event is there. With everysec, what is lost (if anything) is found."""
+    settings = {"appendfsync": "always" if durability == "fsync" else "everysec"}
+    async with EmbeddedServer(tmp_path / "r", executable=shipped_server(), settings=settings) as server:
+        store = await opened(server.url, durability=durability)
+        streams = [ids.trajectory(f"t{number}") for number in range(32)]
+        acknowledged = dict.fromkeys(streams, 1)
+        found_lost = 0
+        stop = asyncio.Event()
+
+        async def work(writer: StreamWriter) -> None:
+            nonlocal found_lost
+            while not stop.is_set():
+                try:
+                    acknowledged[writer.stream] = await writer.append(generation(writer.sequence))
+                except WrongSequenceError:
+                    assert durability == "everysec"
+                    found_lost += 1
+                    return
+
+        writers = [await written(store, stream, 0) for stream in streams]
+        async with asyncio.TaskGroup() as tasks:
+            for writer in writers:
+                tasks.create_task(work(writer))
+            for _ in range(3):
+                before = sum(acknowledged.values())
+                await until(lambda before=before: sum(acknowledged.values()) > before + 400 or found_lost == 32)
+                await server.kill()
+                await server.start()
+            await until(lambda: sum(acknowledged.values()) > before + 800 or found_lost == 32)
+            stop.set()
+        for writer in writers:
+            events = [recorded.event for recorded in await stored(store, writer.stream)][1:]
+            assert events == [generation(number + 1) for number in range(len(events))]
+            if durability == "fsync":
+                assert len(events) + 1 >= acknowledged[writer.stream]
+        await store.close()
+
+
+async def lose_the_last_entry(server: EmbeddedServer) -> None:
+    """What a crash of the machine does in mode everysec: the newest entry was never written to disk."""
+    await server.stop()
+    (aof,) = (server.folder / "appendonlydir").glob("*.incr.aof")
+    data = aof.read_bytes()
+    aof.write_bytes(data[: data.rindex(b"*6\r\n$4\r\nXADD")])
+    await server.start()
+
+
+async def test_lost_acknowledged_events_are_found_not_papered_over(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    writer = await written(store)
+    await lose_the_last_entry(server)
+    with pytest.raises(WrongSequenceError) as caught:
+        await writer.append(generation(9))
+    assert (caught.value.expected, caught.value.actual) == (4, 3)
+    assert len(await stored(store)) == 3
+    await store.close()
+
+
+async def test_a_stream_that_went_on_without_a_lost_event_is_found_damaged(server: EmbeddedServer) -> None:
+    """Same epoch, same sequence, another event: only the digest tells."""
+    store = await opened(server.url)
+    writer = await written(store, count=1)
+    ours, _ = await take_over(store, T, "b")
+    await ours.append(generation(7))
+    await lose_the_last_entry(server)
+    history = await stored(store)
+    rival = StreamWriter(store, T, ours.epoch, history[-1].sequence, history[-1].digest)
+    await rival.append(generation(8))
+    assert rival.sequence == ours.sequence
+    with pytest.raises(DamagedJournalError, match="lost acknowledged events"):
+        await ours.append(generation(9))
+    assert writer.epoch == 1
+    await store.close()
+
+
+async def test_a_takeover_built_on_a_lost_event_is_refused(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    await written(store)
+    seen = await store.last(T)
+    assert seen is not None
+    await lose_the_last_entry(server)
+    with pytest.raises(WrongSequenceError):
+        await store.take_over(T, seen, seen)
+    await store.close()
+
+
+async def test_a_truncated_tail_of_the_file_loses_only_the_tail(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    writer = await written(store)
+    await server.kill()
+    (aof,) = (server.folder / "appendonlydir").glob("*.incr.aof")
+    os.truncate(aof, aof.stat().st_size - 5)
+    await server.start()
+    assert len(await stored(store)) == 3
+    with pytest.raises(WrongSequenceError):
+        await writer.append(generation(9))
+    await store.close()
+
+
+# --- a server that cannot now ---------------------------------------------------------------------------------------
+
+
+async def test_out_of_memory_is_waited_out(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    writer = await written(store)
+    await command(server.url, "CONFIG", "SET", "maxmemory", "1")
+    waiting = asyncio.create_task(writer.append(generation(9)))
+    await asyncio.wait([waiting], timeout=0.1)
+    assert not waiting.done()
+    await command(server.url, "CONFIG", "SET", "maxmemory", "0")
+    assert await waiting == 5
+    await store.close()
+
+
+async def test_out_of_memory_until_the_deadline_says_so_and_stores_nothing(server: EmbeddedServer) -> None:
+    store = await opened(server.url, timeout_s=0.3)
+    writer = await written(store)
+    await command(server.url, "CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(JournalUnavailableError, match="OOM"):
+        await writer.append(generation(9))
+    with pytest.raises(JournalUnavailableError, match="OOM"):
+        await take_over(store, T, "b")
+    await command(server.url, "CONFIG", "SET", "maxmemory", "0")
+    assert await writer.retry() == 5
+    assert len(await stored(store)) == 5
+    await store.close()
+
+
+async def test_a_server_busy_with_a_script_is_waited_for(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    writer = await written(store)
+    script = asyncio.create_task(command(server.url, "EVAL", "local i = 0; while i < 300000000 do i = i + 1 end", "0"))
+    await until(lambda: is_busy(server.url), what="BUSY")
+    waiting = asyncio.create_task(writer.append(generation(9)))
+    await asyncio.wait([waiting], timeout=0.1)
+    await asyncio.wait([script])
+    assert await waiting == 5
+    await store.close()
+
+
+async def is_busy(url: str) -> bool:
+    try:
+        return b"BUSY" in await asyncio.wait_for(raw(url, b"EXISTS nothing\r\n"), 1.0)
+    except TimeoutError:
+        return False
+
+
+async def test_a_server_that_is_loading_is_waited_for(tmp_path: Path) -> None:
+    settings = {"key-load-delay": "20000", "loading-process-events-interval-bytes": "1024"}
+    async with EmbeddedServer(tmp_path / "r", settings=settings) as server:
+        store = await opened(server.url)
+        writer = await written(store)
+        for number in range(20):
+            await command(server.url, "SET", f"filler{number}", "x" * 2000)
+        await command(server.url, "BGREWRITEAOF")
+        await until(lambda: rewritten(server), what="the rewrite")
+        await server.kill()
+        restarting = asyncio.create_task(server.start())
+        assert await writer.append(generation(9)) == 5
+        await restarting
+        assert len(await stored(store)) == 5
+        await store.close()
+
+
+async def rewritten(server: EmbeddedServer) -> bool:
+    info = await command(server.url, "INFO", "persistence")
+    return b"aof_rewrite_in_progress:0" in info and any((server.folder / "appendonlydir").glob("*.2.base.rdb"))
+
+
+async def test_a_demoted_primary_is_waited_for(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    writer = await written(store)
+    await command(server.url, "REPLICAOF", "127.0.0.1", "1")
+    waiting = asyncio.create_task(writer.append(generation(9)))
+    await asyncio.wait([waiting], timeout=0.2)
+    assert not waiting.done()
+    await command(server.url, "REPLICAOF", "NO", "ONE")
+    assert await waiting == 5
+    assert len(await stored(store)) == 5
+    await store.close()
+
+
+async def test_a_paused_server_is_waited_for_and_a_hung_one_has_a_deadline(server: EmbeddedServer) -> None:
+    patient, hasty = await opened(server.url), await opened(server.url, timeout_s=0.3)
+    first, second = await written(patient), await written(hasty, ids.trajectory("u"))
+    os.kill(server.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(first.append(generation(9)))
+    started = time.monotonic()
+    with pytest.raises(JournalUnavailableError) as caught:
+        await second.append(generation(9))
+    assert 0.25 < time.monotonic() - started < 2.0
+    assert caught.value.address == server.url
+    os.kill(server.pid, signal.SIGCONT)
+    assert await waiting == 5
+    assert await second.retry() == 5
+    assert len(await stored(hasty, ids.trajectory("u"))) == 5
+    await patient.close()
+    await hasty.close()
+
+
+async def test_a_server_that_is_gone_has_a_deadline_for_every_call(server: EmbeddedServer) -> None:
+    store = await opened(server.url, timeout_s=0.2)
+    writer = await written(store)
+    await server.kill()
+    calls = (
+        writer.append(generation(9)),
+        store.read(T),
+        store.last(T),
+        store.wait(T, 0, 5.0),
+        store.streams(),
+        store.remove(T),
+        take_over(store, T, "b"),
+    )
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, JournalUnavailableError), outcome
+    await store.close()
