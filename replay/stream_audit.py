@@ -14,7 +14,7 @@ import msgspec
 
 from belayer.errors import CodecError, UnknownEventError
 from belayer.ids import StreamId, StreamKind
-from belayer.journal.codec import DIGEST_BYTES, Entry, Envelope, decode_entry
+from belayer.journal.codec import DIGEST_BYTES, Entry, Envelope, Recorded, decode_entry
 from belayer.journal.columns import LOGPROB_BYTES, TOKEN_ID_BYTES
 from belayer.journal.events import TokensAppended
 from replay.chain import Chain
@@ -25,6 +25,7 @@ from replay.sandbox_audit import SandboxAudit
 from replay.trajectory_audit import TrajectoryAudit
 from replay.worker_audit import WorkerAudit
 
+_decoder = msgspec.msgpack.Decoder(Envelope)
 _ONE_EVENT = 0x91
 """An entry of one envelope begins with this byte (msgpack's array of one item)."""
 
@@ -50,12 +51,12 @@ class StreamAudit:
         self._events = 0
         self._entries = 0
 
-    def feed(self, entries: Iterable[Entry]) -> None:
-        """Take entries in. UnknownEventError for an event of a newer version: nothing can be said about those."""
+    def feed(self, entries: Iterable[tuple[StreamId, Entry]]) -> None:
+        """Take entries of this stream in. UnknownEventError for an event of a newer version: nobody can judge it."""
         if isinstance(self._kind, TrajectoryAudit):
             self._feed_trajectory(self._kind, entries)
         else:
-            for entry in entries:
+            for _, entry in entries:
                 self._take(entry)
 
     def close(self) -> StreamResult:
@@ -68,38 +69,67 @@ class StreamAudit:
                 facts = kind.facts(whole)
         return StreamResult(self.stream, self.findings.found, facts, self._events, self._entries)
 
-    def _feed_trajectory(self, kind: TrajectoryAudit, entries: Iterable[Entry]) -> None:
-        chain = self._chain
-        decode = msgspec.msgpack.Decoder(Envelope).decode
-        blake2b = hashlib.blake2b
-        for entry in entries:
+    def _feed_trajectory(self, kind: TrajectoryAudit, entries: Iterable[tuple[StreamId, Entry]]) -> None:
+        chain, decode, blake2b = self._chain, _decoder.decode, hashlib.blake2b
+        epoch, sequence, digest = chain.epoch, chain.sequence, chain.digest
+        generation, offset = kind.generation, kind.offset
+        short = 0
+        for _, entry in entries:
             body = entry.body
-            if entry.epoch == chain.epoch and entry.last_sequence == chain.sequence + 1 and body[0] == _ONE_EVENT:
-                encoded = memoryview(body)[1:]
-                try:
-                    envelope = decode(encoded)
-                except msgspec.DecodeError:
-                    self._take(entry)
-                    continue
+            encoded = body[1:]
+            try:
+                envelope = decode(encoded) if body[0] == _ONE_EVENT else None
+            except msgspec.DecodeError:
+                envelope = None
+            if envelope is not None:
                 chunk = envelope.event
-                if type(chunk) is TokensAppended and envelope.previous_digest == chain.digest:
-                    count = chunk.count
-                    if (
-                        chunk.generation == kind.generation
-                        and chunk.offset == kind.offset
-                        and len(chunk.token_ids) == count * TOKEN_ID_BYTES
-                        and len(chunk.logprobs) == count * LOGPROB_BYTES
-                        and len(chunk.loss_mask) == count > 0
-                    ):
-                        chain.digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
-                        chain.sequence = entry.last_sequence
-                        kind.offset += count
-                        self._events += 1
-                        self._entries += 1
-                        continue
-            self._take(entry)
+                if (
+                    type(chunk) is TokensAppended
+                    and chunk.generation == generation
+                    and chunk.offset == offset
+                    and envelope.previous_digest == digest
+                    and entry.last_sequence == sequence + 1
+                    and entry.epoch == epoch
+                    and len(chunk.token_ids) == (count := chunk.count) * TOKEN_ID_BYTES
+                    and len(chunk.logprobs) == count * LOGPROB_BYTES
+                    and len(chunk.loss_mask) == count
+                    and count > 0
+                ):
+                    digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+                    sequence += 1
+                    offset += count
+                    short += 1
+                    continue
+            chain.sequence, chain.digest, kind.offset = sequence, digest, offset
+            if envelope is None:
+                self._take(entry)
+            else:
+                self._take_one(entry, envelope, blake2b(encoded, digest_size=DIGEST_BYTES).digest())
+            epoch, sequence, digest = chain.epoch, chain.sequence, chain.digest
+            generation, offset = kind.generation, kind.offset
+        chain.sequence, chain.digest, kind.offset = sequence, digest, offset
+        self._events += short
+        self._entries += short
+
+    def _take_one(self, entry: Entry, envelope: Envelope, digest: bytes) -> None:
+        """An entry of one event, decoded already."""
+        self._entries += 1
+        self._events += 1
+        recorded = Recorded(
+            self.stream,
+            entry.epoch,
+            entry.last_sequence,
+            envelope.event_id,
+            envelope.time_ns,
+            envelope.previous_digest,
+            digest,
+            envelope.event,
+        )
+        if self._chain.accept(recorded):
+            self._kind.step(recorded.sequence, recorded.event, self._chain.whole)
 
     def _take(self, entry: Entry) -> None:
+        """Any entry, through the codec: several events, old tags, or bytes that are none."""
         self._entries += 1
         try:
             events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)

@@ -1,4 +1,4 @@
-"""What a writer of a trajectory can do wrong. Each mistake is made in an otherwise sound story (`journals.underway`)."""
+"""What a writer of a trajectory can do wrong; each mistake is made in an otherwise sound story."""
 
 from __future__ import annotations
 
