@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
@@ -24,7 +23,7 @@ from belayer.sandbox.home import Home
 from belayer.sandbox.manifest import Manifest, boot_id, write_manifest
 from belayer.sandbox.mounts import external_mounts
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
-from belayer.sandbox.tree import described, outsiders
+from belayer.sandbox.tree import described, is_dying, outsiders
 
 LOCK_S = 5.0
 SETTLE_S = 1.0
@@ -45,12 +44,9 @@ class Capture:
         self._name = name
         self._action = action
         self._cancelled = threading.Event()
-        self._worker: Worker | None = None
 
     def cancel(self) -> None:
         self._cancelled.set()
-        if (worker := self._worker) is not None:
-            worker.kill()
 
     def run(self, timeout_s: float) -> CheckpointReport:
         """CheckpointRefusedError, CheckpointFailedError or SandboxFailedError: nothing is left, nothing is frozen."""
@@ -68,11 +64,10 @@ class Capture:
     def _locked(self, lock: int, started: float, deadline: float) -> CheckpointReport:
         freezer = self._alive_freezer()
         freezer.thaw()  # a dead checkpointer's
-        self._refuse_outsiders(freezer)
+        self._refuse_outsiders(freezer.processes())
         self._await_idle(deadline)
         try:
             with self._home.partial(self._name) as folder, self._criu.worker(keep_open=[lock]) as worker:
-                self._worker = worker
                 (folder / "images").mkdir(mode=0o700)
                 (folder / "layer").mkdir(mode=0o700)
                 target = Target(
@@ -82,7 +77,6 @@ class Capture:
                     external_mounts(self._incarnation.pid),
                 )
                 frozen_s = self._frozen(freezer, worker, target, folder, deadline)
-                self._worker = None
                 size_bytes = self._seal(folder, frozen_s)
                 self._stop_if_cancelled()
                 self._home.publish(folder, self._name)
@@ -95,22 +89,35 @@ class Capture:
         began = time.monotonic()
         freezer.freeze(self._incarnation.name)
         try:
-            self._verify(freezer)
-            worker.dump(target, folder / "images", _left(deadline), self._copier(folder, deadline))
+            held = freezer.processes()
+            self._verify(held)
+            worker.dump(
+                target,
+                folder / "images",
+                _left(deadline),
+                before_thaw=lambda: layer.copy(self._container.upper, folder / "layer", _left(deadline)),
+                still_wanted=lambda: self._in_the_way(held),
+            )
         finally:
             freezer.thaw()
         return time.monotonic() - began
 
-    def _copier(self, folder: Path, deadline: float) -> Callable[[], None]:
-        return lambda: layer.copy(self._container.upper, folder / "layer", _left(deadline))
+    def _in_the_way(self, held: list[int]) -> str | None:
+        """Why the dump must be given up."""
+        if self._cancelled.is_set():
+            return "it was cancelled"
+        for pid in held:
+            if is_dying(pid):
+                return f"process {described(pid)} was killed meanwhile"
+        return None
 
-    def _verify(self, freezer: Freezer) -> None:
+    def _verify(self, held: list[int]) -> None:
         """With everything stopped: is this the boundary that was asked for, and all of it?"""
         self._alive_freezer()
         marker = read_marker(self._home.control_folder(self._incarnation.name))
         if marker != ("idle", self._action):
             raise CheckpointRefusedError(self._incarnation.name, f"it is {_in_words(marker)}, not after {self._action}")
-        self._refuse_outsiders(freezer)
+        self._refuse_outsiders(held)
 
     def _await_idle(self, deadline: float) -> None:
         control = self._home.control_folder(self._incarnation.name)
@@ -123,8 +130,8 @@ class Capture:
                 )
             time.sleep(POLL_S)
 
-    def _refuse_outsiders(self, freezer: Freezer) -> None:
-        strangers = outsiders(self._incarnation.pid, freezer.processes())
+    def _refuse_outsiders(self, processes: list[int]) -> None:
+        strangers = outsiders(self._incarnation.pid, processes)
         if strangers:
             cause = "a process that `docker exec` started lives in it and would be lost; end it first"
             raise CheckpointRefusedError(self._incarnation.name, cause, described(strangers[0]))

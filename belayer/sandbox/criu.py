@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from belayer.errors import HostUnfitError
 
 MINIMUM_VERSION = (4, 2)
 REPLY_BYTES = 1 << 16
+LOOK_EVERY_S = 0.05
 LOG_FILE = "dump.log"
 GHOST_LIMIT_BYTES = 64 << 20
 """Deleted files that a process still has open are kept in the images up to this size."""
@@ -126,10 +128,19 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
 
-    def dump(self, target: Target, images: Path, timeout_s: float, before_thaw: Callable[[], None]) -> None:
+    def dump(
+        self,
+        target: Target,
+        images: Path,
+        timeout_s: float,
+        before_thaw: Callable[[], None],
+        still_wanted: Callable[[], str | None],
+    ) -> None:
         """Dump the processes into the folder `images` and leave them as they were. CriuError, with its log, if not.
 
-        `before_thaw` is called when all is dumped and the processes are still held.
+        `before_thaw` is called when all is dumped and the processes are still held. `still_wanted` is asked now and
+        then; a reason that it returns ends the dump. (A frozen process that is killed cannot die, and CRIU would wait
+        for it: somebody has to look.)
         """
         folder = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -155,29 +166,26 @@ class Worker:
             for mount, name in target.external_mounts.items():
                 options.ext_mnt.add(key=mount, val=name)
             (images / "descriptors.json").write_text(json.dumps(_standard_descriptors(target.pid)))
-            self._talk(request, images, timeout_s, before_thaw)
+            self._talk(request, images, timeout_s, before_thaw, still_wanted)
         finally:
             os.close(folder)
 
-    def _talk(self, request: Any, images: Path, timeout_s: float, before_thaw: Callable[[], None]) -> None:
-        self._socket.settimeout(timeout_s)
+    def _talk(
+        self,
+        request: Any,
+        images: Path,
+        timeout_s: float,
+        before_thaw: Callable[[], None],
+        still_wanted: Callable[[], str | None],
+    ) -> None:
         failure: Exception | None = None
         try:
             self._socket.send(request.SerializeToString())
-            while True:
-                data = self._socket.recv(REPLY_BYTES)
-                if not data:
-                    raise OSError("it closed the connection")
-                reply = self._messages.criu_resp.FromString(data)
-                if reply.type != self._messages.NOTIFY:
-                    break
+            while (reply := self._receive(timeout_s, still_wanted)).type == self._messages.NOTIFY:
                 if reply.notify.script == "post-dump":
                     failure = _failure_of(before_thaw)
                 answer = self._messages.criu_req(type=self._messages.NOTIFY, notify_success=failure is None)
                 self._socket.send(answer.SerializeToString())
-        except TimeoutError:
-            self.kill()
-            raise CriuError(f"CRIU did not finish within {timeout_s:.0f} s") from None
         except OSError as error:
             raise CriuError(f"CRIU ended ({error}){_log_end(images / LOG_FILE)}") from None
         except BaseException:
@@ -187,6 +195,20 @@ class Worker:
             raise failure
         if reply.type != request.type or not reply.success:
             raise CriuError(f"CRIU failed{_log_end(images / LOG_FILE)}")
+
+    def _receive(self, timeout_s: float, still_wanted: Callable[[], str | None]) -> Any:
+        deadline = time.monotonic() + timeout_s
+        self._socket.settimeout(LOOK_EVERY_S)
+        while True:
+            with suppress(TimeoutError):
+                data = self._socket.recv(REPLY_BYTES)
+                if not data:
+                    raise OSError("it closed the connection")
+                return self._messages.criu_resp.FromString(data)
+            if (reason := still_wanted()) is not None:
+                raise CriuError(reason)
+            if time.monotonic() > deadline:
+                raise CriuError(f"CRIU did not answer within {timeout_s:.0f} s")
 
 
 def _failure_of(step: Callable[[], None]) -> Exception | None:

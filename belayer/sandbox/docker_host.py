@@ -35,10 +35,13 @@ from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home, default_home
 from belayer.sandbox.manifest import read_manifest, verify
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
+from belayer.sandbox.tree import kill_tracers
 
 SETUP_TIMEOUT_S = 600.0
 CHECKPOINT_TIMEOUT_S = 120.0
 RESTORE_TIMEOUT_S = 120.0
+LET_GO_S = 0.5
+"""How long a checkpoint at work may take to see that its container is being removed."""
 PROBE_S = 20.0
 """How long a started or restored runner may take to answer for the first time."""
 
@@ -216,15 +219,19 @@ class DockerHost:
         return Incarnation(container.name, container.id, container.image_digest, host_name(), container.pid, ticks)
 
     async def _kill(self, container: Container) -> None:
-        """A frozen process (cgroup v1) dies only when thawed, and Docker would wait for it."""
+        """End process 1, which Docker alone cannot: frozen (cgroup v1) it dies only when thawed, traced by a CRIU whose
+        checkpointer has died perhaps never."""
         ticks = start_ticks(container.pid) if container.pid else 0
         if not ticks:
             return
         freezer = freezer_of(container.pid)
+        held = freezer.processes() if freezer is not None else []
         dying = asyncio.ensure_future(kill(container.pid, ticks))
         await asyncio.sleep(0)
         if freezer is not None:
             freezer.thaw()
+        if not (await asyncio.wait({dying}, timeout=LET_GO_S))[0]:
+            kill_tracers([container.pid, *held])
         with suppress(BelayerError):
             await dying
 

@@ -19,7 +19,7 @@ def external_mounts(pid: int) -> dict[str, str]:
         kind = after.split(" ", 1)[0]
         if where == "/":
             continue
-        masked = kind == "tmpfs" and root == "/null"
+        masked = root == "/null"
         bind = root != "/" and kind not in ("proc", "sysfs", "tmpfs")
         if masked or bind or kind in ("cgroup", "cgroup2"):
             mounts[where] = "/dev/null" if masked else where

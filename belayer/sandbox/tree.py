@@ -6,7 +6,10 @@ shim instead: it would be silently lost, so a checkpoint is refused while one li
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -30,6 +33,35 @@ def described(pid: int) -> str:
     except OSError:
         command = b""
     return f"{pid} {command[:200].decode(errors='replace')}".strip()
+
+
+def is_dying(pid: int) -> bool:
+    """Whether a process that is held (frozen or traced) has been killed all the same.
+
+    SIGKILL waits for one that is frozen (cgroup v1), and one that was traced stays a zombie until its tracer looks.
+    """
+    fields = _status(pid)
+    if not fields:
+        return True
+    pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
+    return fields["State"][0] in "ZX" or bool(pending >> (signal.SIGKILL - 1) & 1)
+
+
+def kill_tracers(processes: Iterable[int]) -> None:
+    """SIGKILL every CRIU that traces one of the processes."""
+    for tracer in {int(fields["TracerPid"]) for pid in processes if (fields := _status(pid))} - {0}:
+        with suppress(OSError):
+            if b"criu" in Path(f"/proc/{tracer}/cmdline").read_bytes():
+                os.kill(tracer, signal.SIGKILL)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """/proc/PID/status; empty when the process is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def _parent(pid: int) -> int | None:

@@ -1,0 +1,95 @@
+"""Real Docker and CRIU, in a Belayer folder of the session's own, so that no other run's containers are seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from belayer.journal.events import SandboxSpec
+from belayer.sandbox.docker_host import DockerHost, open_host
+from belayer.sandbox.docker_sandbox import DockerSandbox
+from belayer.sandbox.home import default_home
+from belayer.sandbox.protocol import Action, Incarnation
+
+IMAGE = "belayer-base:bookworm"
+SPEC = SandboxSpec(IMAGE, workdir="/testbed")
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("home")
+    (made / "criu").symlink_to(default_home() / "criu")
+    return made
+
+
+@pytest.fixture
+async def host(home: Path) -> AsyncIterator[DockerHost]:
+    async with open_host(home) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def bench(host: DockerHost) -> AsyncIterator[Bench]:
+    made = Bench(host)
+    try:
+        yield made
+    finally:
+        await host.remove_run(made.run)
+
+
+class Bench:
+    """One run with one trajectory: its containers and checkpoints, all removed at the test's end."""
+
+    def __init__(self, host: DockerHost) -> None:
+        self.host = host
+        self.run = f"test-{os.urandom(4).hex()}"
+        self.trajectory = f"{self.run}-t"
+        self._count = 0
+
+    def name(self) -> str:
+        """A fresh name for an incarnation or a checkpoint."""
+        self._count += 1
+        return f"{self.run}-{self._count}"
+
+    async def create(self, spec: SandboxSpec = SPEC) -> Live:
+        made = await self.host.create(self.run, self.trajectory, self.name(), spec)
+        return Live(self, await self.host.attach(made), 0)
+
+    async def restore(self, checkpoint: str, number: int, spec: SandboxSpec = SPEC) -> Live:
+        made = await self.host.restore(self.run, self.trajectory, self.name(), spec, checkpoint)
+        return Live(self, await self.host.attach(made), number)
+
+
+class Live:
+    """A live sandbox whose actions are numbered for the test."""
+
+    def __init__(self, bench: Bench, sandbox: DockerSandbox, number: int) -> None:
+        self.bench = bench
+        self.sandbox = sandbox
+        self.number = number
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.sandbox.incarnation
+
+    async def sh(self, command: str, status: int = 0, timeout_s: float = 60.0) -> str:
+        """Run the next action; its output. The exit status must be the expected one."""
+        self.number += 1
+        seen = await self.sandbox.run(Action(self.number, command, timeout_s))
+        assert seen.exit_status == status, seen.output.decode(errors="replace")
+        return seen.output.decode(errors="surrogateescape")
+
+    async def checkpoint(self) -> str:
+        """full_checkpoint after the last action; its name."""
+        name = self.bench.name()
+        await self.bench.host.checkpoint(self.incarnation, name, self.number)
+        return name
+
+    async def kill_and_restore(self, checkpoint: str, number: int | None = None) -> Live:
+        """Remove the container and bring the checkpoint back."""
+        await self.sandbox.close()
+        await self.bench.host.remove(self.incarnation.name)
+        return await self.bench.restore(checkpoint, self.number if number is None else number)

@@ -1,0 +1,165 @@
+"""full_checkpoint and full_restore: what comes back is what was there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from belayer.errors import RestoreFailedError
+from belayer.sandbox.manifest import FILE_NAME, read_manifest
+from tests.sandbox.conftest import Bench
+
+pytestmark = pytest.mark.sandbox
+
+FILES = r"""
+set -e
+mkdir -p kept gone opaque sub/deep
+echo one > kept/a; ln kept/a kept/hard; ln -s /etc/shadow kept/link
+printf x > "$(printf 'kept/new\nline\377')"
+truncate -s 50M kept/sparse; echo end >> kept/sparse
+chmod 4755 kept/a; chown 12:34 kept/hard
+python3 -c "import os; os.setxattr('sub', 'user.mark', b'v')"
+rm /etc/debian_version; cd /usr/lib/python3.11; rm -r curses; mkdir curses; echo fresh > curses/new; cd /testbed
+mkfifo sub/fifo; echo in-shm > /dev/shm/note
+find . /usr/lib/python3.11/curses -printf '%p %y %m %U %G %n %s\n' | sort | md5sum
+"""
+LOOK = r"""
+find . /usr/lib/python3.11/curses -printf '%p %y %m %U %G %n %s\n' | sort | md5sum
+ls /etc/debian_version 2>/dev/null || echo gone
+[ kept/a -ef kept/hard ] && echo linked
+readlink kept/link; stat -c %b kept/sparse
+python3 -c "import os; print(os.getxattr('sub', 'user.mark'))"
+cat /dev/shm/note; ls /usr/lib/python3.11/curses
+"""
+
+SERVER = r"""
+cat > server.py <<'END'
+import os, sys, threading, time, mmap
+counter = 0
+memory = bytearray(b"m" * 4_000_000)
+shared = mmap.mmap(-1, 4096)
+unlinked = open("unlinked", "w+"); os.unlink("unlinked"); unlinked.write("still here"); unlinked.flush()
+r, w = os.pipe(); os.write(w, b"in the pipe")
+threading.Thread(target=time.sleep, args=(10000,), daemon=True).start()
+while True:
+    with open("ask") as ask:
+        for line in ask:
+            counter += 1
+            memory[counter] = 65
+            shared[0] = counter
+            unlinked.seek(0)
+            told = [line.strip(), counter, memory.count(b"A"), shared[0], unlinked.read(), threading.active_count()]
+            with open("answer", "w") as answer:
+                print(*told, file=answer)
+END
+mkfifo ask answer
+python3 server.py &
+echo first > ask; cat answer
+"""
+
+
+async def test_files_and_processes_come_back(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh(FILES)
+    assert await live.sh(SERVER) == "first 1 1 1 still here 2\n"
+    await live.sh(
+        "mkfifo lines; (n=0; while :; do read l < lines || continue; n=$((n + 1)); echo $l $n > told; done) & true"
+    )
+    await live.sh("(sleep 1000 | cat > /dev/null) & echo a > lines; until [ -s told ]; do :; done")
+    tree = await live.sh("ps -e -o pid=,ppid=,sid=,args= | grep -v 'ps -e\\|bash -c ps'")
+    looked = await live.sh(LOOK)
+    checkpoint = await live.checkpoint()
+    assert await live.sh("echo second > ask; cat answer; rm -r kept; pkill -f '[l]ines'; echo more > afterwards")
+
+    back = await live.kill_and_restore(checkpoint, live.number - 1)
+    assert await back.sh("ls afterwards 2>&1", status=2)
+    assert await back.sh(LOOK) == looked
+    assert await back.sh("echo again > ask; cat answer") == "again 2 2 2 still here 2\n"
+    assert await back.sh("rm told; echo b > lines; until [ -s told ]; do :; done; cat told") == "b 2\n"
+    assert await back.sh("ps -e -o pid=,ppid=,sid=,args= | grep -v 'ps -e\\|bash -c ps'") == tree
+
+
+async def test_docker_knows_a_restored_container(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("sleep 1000 & echo here > file")
+    back = await live.kill_and_restore(await live.checkpoint())
+    name = back.incarnation.name
+    assert name in await docker("ps", "--format", "{{.Names}}")
+    assert await docker("exec", name, "cat", "/testbed/file") == "here\n"
+    await docker("logs", name)
+    assert await docker("inspect", "-f", "{{.State.Pid}}", name) == f"{back.incarnation.pid}\n"
+    waiting = asyncio.ensure_future(back.sandbox.wait_dead())
+    await docker("kill", name)
+    assert "ended" in await asyncio.wait_for(waiting, 10.0)
+
+
+async def docker(*arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec("docker", *arguments, stdout=-1, stderr=-1)
+    out, err = await asyncio.wait_for(process.communicate(), 30.0)
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+async def test_the_original_goes_on_and_numbers_stay_unique(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("echo 1 >> runs")
+    checkpoint = await live.checkpoint()
+    assert await live.sh("echo 2 >> runs; cat runs") == "1\n2\n"
+    back = await bench.restore(checkpoint, 0)
+    assert await back.sh("echo never >> runs") == "", "action 1 is answered from what the checkpoint recorded"
+    assert await back.sh("cat runs") == "1\n"
+    assert await live.sh("cat runs") == "1\n2\n", "the original is untouched by its copy"
+
+
+async def test_ten_cycles_lose_nothing(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("mkfifo q; (n=0; while :; do read l < q || continue; n=$((n + 1)); echo $n > n; done) & true")
+    for cycle in range(1, 11):
+        await live.sh(f"echo {cycle} >> log; rm -f n; echo go > q; until [ -s n ]; do :; done")
+        live = await live.kill_and_restore(await live.checkpoint())
+    assert (await live.sh("cat log n")).split() == [str(n) for n in [*range(1, 11), 10]]
+
+
+async def test_what_a_checkpoint_says_of_itself(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("head -c 1000000 /dev/urandom > blob")
+    name = bench.name()
+    report = await bench.host.checkpoint(live.incarnation, name, 1)
+    folder = bench.host.checkpoint_path(name)
+    manifest = read_manifest(folder)
+    assert name in await bench.host.checkpoints()
+    assert (manifest.run, manifest.trajectory, manifest.action) == (bench.run, bench.trajectory, 1)
+    assert manifest.image_digest == live.incarnation.image_digest
+    assert report.size_bytes == manifest.size_bytes > 1_000_000
+    assert 0 < report.frozen_s < report.total_s
+    assert folder.stat().st_mode & 0o777 == 0o700
+    await bench.host.remove_checkpoint(name)
+    await bench.host.remove_checkpoint(name)
+    assert name not in await bench.host.checkpoints()
+
+
+@pytest.mark.parametrize("damage", ["manifest", "missing image", "cut image", "garbled image", "none such"])
+async def test_a_bad_checkpoint_leaves_no_container(bench: Bench, damage: str) -> None:
+    live = await bench.create()
+    await live.sh("true")
+    checkpoint = await live.checkpoint()
+    folder = bench.host.checkpoint_path(checkpoint)
+    images = sorted((folder / "images").glob("core-*.img"))
+    match damage:
+        case "manifest":
+            (folder / FILE_NAME).write_text("{")
+        case "missing image":
+            images[0].unlink()
+        case "cut image":
+            images[0].write_bytes(images[0].read_bytes()[:-1])
+        case "garbled image":
+            images[0].write_bytes(bytes(len(images[0].read_bytes())))
+        case _:
+            checkpoint = "none-such"
+    before = await bench.host.incarnations()
+    with pytest.raises(RestoreFailedError) as failure:
+        await bench.restore(checkpoint, 1)
+    assert failure.value.checkpoint == checkpoint
+    assert await bench.host.incarnations() == before
+    assert await live.sh("echo alive") == "alive\n"

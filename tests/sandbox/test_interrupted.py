@@ -1,0 +1,253 @@
+"""full_checkpoint refused, cancelled, or killed at any point: the container goes on, and nothing half made is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
+from belayer.sandbox import capture as capture_module
+from belayer.sandbox.docker_host import open_host
+from belayer.sandbox.freezer import Freezer, freezer_of
+from belayer.sandbox.protocol import Action, Incarnation
+from tests.sandbox.conftest import Bench, Live
+from tests.waiting import until
+
+pytestmark = pytest.mark.sandbox
+BALLAST = """
+python3 -c "import time; x = bytearray(b'x') * {size}; open('/tmp/up', 'w'); time.sleep(10000)" &
+until [ -e /tmp/up ]; do :; done
+"""
+CHECKPOINTER = """
+import asyncio, sys
+from pathlib import Path
+from belayer.sandbox.docker_host import DockerHost
+from belayer.sandbox.protocol import Incarnation
+home, name, *fields = sys.argv[1:]
+incarnation = Incarnation(*fields[:4], int(fields[4]), int(fields[5]))
+asyncio.run(DockerHost(Path(home)).checkpoint(incarnation, name, int(fields[6])))
+"""
+
+
+async def nothing_is_left(bench: Bench, live: Live, name: str) -> None:
+    """No trace of the checkpoint, and the container works."""
+    assert not freezer(live.incarnation).freezing
+    assert await live.sh("echo fine") == "fine\n"
+    assert name not in await bench.host.checkpoints()
+    folder = bench.host.checkpoint_path(name).parent
+    assert [entry.name for entry in folder.iterdir() if name in entry.name] == []
+
+
+def freezer(incarnation: Incarnation) -> Freezer:
+    found = freezer_of(incarnation.pid)
+    assert found is not None
+    return found
+
+
+async def test_refused_while_a_docker_exec_lives(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("true")
+    process = await asyncio.create_subprocess_exec("docker", "exec", live.incarnation.name, "sleep", "1000")
+    await until(lambda: len(freezer(live.incarnation).processes()) > 1, what="the exec'd process")
+    name = bench.name()
+    with pytest.raises(CheckpointRefusedError, match="docker exec") as refusal:
+        await bench.host.checkpoint(live.incarnation, name, 1)
+    assert "sleep 1000" in refusal.value.process
+    await nothing_is_left(bench, live, name)
+    await live.sh("pkill sleep")
+    await process.wait()
+    await until(lambda: len(freezer(live.incarnation).processes()) == 1)
+    await live.checkpoint()
+
+
+async def test_refused_when_the_runner_has_moved_on_or_is_busy(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("mkfifo gate")
+    await live.sh("true")
+    for action in (1, 3):
+        with pytest.raises(CheckpointRefusedError, match=f"not after {action}"):
+            await bench.host.checkpoint(live.incarnation, "never", action)
+    asked = asyncio.ensure_future(live.sandbox.run(Action(3, "touch begun; read line < gate")))
+    root = Path(f"/proc/{live.incarnation.pid}/root/testbed")
+    await until((root / "begun").exists)
+    for action in (2, 3):
+        with pytest.raises(CheckpointRefusedError, match="busy with action 3"):
+            await bench.host.checkpoint(live.incarnation, "never", action)
+    await asyncio.to_thread((root / "gate").write_text, "go\n")
+    await asked
+    live.number = 3
+    await live.checkpoint()
+
+
+async def test_a_dead_container_cannot_be_captured(bench: Bench) -> None:
+    live = await bench.create()
+    os.kill(live.incarnation.pid, signal.SIGKILL)
+    await live.sandbox.wait_dead()
+    with pytest.raises(SandboxFailedError):
+        await bench.host.checkpoint(live.incarnation, "never", 0)
+
+
+async def test_two_at_once_do_not_meet(bench: Bench, home: Path) -> None:
+    live = await bench.create()
+    await live.sh("true")
+    async with open_host(home) as other:
+        reports = await asyncio.gather(
+            bench.host.checkpoint(live.incarnation, bench.name(), 1),
+            other.checkpoint(live.incarnation, bench.name(), 1),
+        )
+    assert all(report.size_bytes > 0 for report in reports)
+    assert await live.sh("echo fine") == "fine\n"
+
+
+async def test_cancelled_it_gives_up(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh(BALLAST.format(size=200_000_000))
+    name = bench.name()
+    working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+    await until(lambda: freezer(live.incarnation).freezing)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    await nothing_is_left(bench, live, name)
+    await live.sh("pgrep -f bytearray")
+
+
+async def test_killed_in_the_middle_the_next_action_thaws(bench: Bench, home: Path) -> None:
+    live = await bench.create()
+    await live.sh(BALLAST.format(size=200_000_000))
+    name = bench.name()
+    process = await checkpointer(home, live, name)
+    await until(lambda: freezer(live.incarnation).freezing, what="frozen")
+    process.kill()
+    await process.wait()
+    assert await live.sh("echo fine") == "fine\n", "whoever waits for a frozen container thaws it"
+    await until(lambda: no_leftovers(bench, name), what="the leftovers to be removed")
+    await nothing_is_left(bench, live, name)
+    back = await live.kill_and_restore(await live.checkpoint())
+    await back.sh("pgrep -f bytearray")
+
+
+async def no_leftovers(bench: Bench, name: str) -> bool:
+    assert name not in await bench.host.checkpoints()  # which removes what is left over
+    folder = bench.host.checkpoint_path(name).parent
+    return not any(name in entry.name for entry in folder.iterdir())
+
+
+async def test_killed_in_the_middle_attaching_thaws(bench: Bench, home: Path) -> None:
+    live = await bench.create()
+    await live.sh(BALLAST.format(size=200_000_000))
+    process = await checkpointer(home, live, bench.name())
+    await until(lambda: freezer(live.incarnation).frozen, what="frozen")
+    process.kill()
+    await process.wait()
+    await until(lambda: _thawed_by_attaching(bench, live))
+    assert await live.sh("echo fine") == "fine\n"
+
+
+async def _thawed_by_attaching(bench: Bench, live: Live) -> bool:
+    async with await bench.host.attach(live.incarnation):
+        return not freezer(live.incarnation).freezing
+
+
+async def test_a_frozen_container_can_be_removed(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("sleep 1000 &")
+    freezer(live.incarnation).freeze(live.incarnation.name)
+    await asyncio.wait_for(bench.host.remove(live.incarnation.name), 10.0)
+    assert await bench.host.incarnations(bench.run) == []
+
+
+async def test_killed_while_being_captured(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh(BALLAST.format(size=200_000_000))
+    name = bench.name()
+    working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+    await until(lambda: freezer(live.incarnation).freezing)
+    os.kill(live.incarnation.pid, signal.SIGKILL)
+    await asyncio.wait_for(live.sandbox.wait_dead(), 30.0)
+    done = await asyncio.gather(working, return_exceptions=True)
+    if name in await bench.host.checkpoints():
+        back = await bench.restore(name, 1)
+        await back.sh("pgrep -f bytearray")
+    else:
+        assert isinstance(done[0], CheckpointFailedError | SandboxFailedError)
+
+
+@pytest.mark.parametrize("attempt", range(4))
+async def test_criu_killed_in_the_middle(bench: Bench, attempt: int) -> None:
+    live = await bench.create()
+    await live.sh(BALLAST.format(size=100_000_000 * attempt + 1))
+    name = bench.name()
+    working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+    worker = await until(lambda: criu_at_work(live.incarnation), what="CRIU")
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(CheckpointFailedError, match="CRIU"):
+        await working
+    await nothing_is_left(bench, live, name)
+    await live.sh("pgrep -f bytearray")
+
+
+def criu_at_work(incarnation: Incarnation) -> int:
+    """The process that traces the container's process 1; 0 while none does."""
+    for line in Path(f"/proc/{incarnation.pid}/status").read_text().splitlines():
+        if line.startswith("TracerPid:"):
+            return int(line.split()[1])
+    return 0
+
+
+@pytest.fixture
+def small_disk(home: Path) -> Iterator[Path]:
+    """The checkpoints' folder on a disk of 8 MB."""
+    folder = home / "checkpoints"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("filled_by", ["layer", "processes"])
+async def test_a_full_disk(bench: Bench, small_disk: Path, filled_by: str) -> None:
+    live = await bench.create()
+    command = "head -c 20000000 /dev/urandom > blob" if filled_by == "layer" else BALLAST.format(size=20_000_000)
+    await live.sh(command)
+    name = bench.name()
+    with pytest.raises(CheckpointFailedError, match=r"No space left|CRIU"):
+        await bench.host.checkpoint(live.incarnation, name, 1)
+    await nothing_is_left(bench, live, name)
+    assert list(small_disk.iterdir()) == []
+
+
+async def checkpointer(home: Path, live: Live, name: str) -> asyncio.subprocess.Process:
+    """A process of its own that makes a checkpoint, for us to kill."""
+    at = live.incarnation
+    fields = (at.name, at.container_id, at.image_digest, at.host, at.pid, at.pid_start_ticks, live.number)
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        CHECKPOINTER,
+        str(home),
+        name,
+        *map(str, fields),
+        cwd=Path(capture_module.__file__).parents[2],
+    )
+
+
+async def test_removed_while_an_orphaned_criu_holds_it(bench: Bench, home: Path) -> None:
+    live = await bench.create()
+    await live.sh(BALLAST.format(size=200_000_000))
+    process = await checkpointer(home, live, bench.name())
+    tracer = await until(lambda: criu_at_work(live.incarnation), what="CRIU")
+    os.kill(tracer, signal.SIGSTOP)
+    process.kill()
+    await process.wait()
+    await asyncio.wait_for(bench.host.remove(live.incarnation.name), 10.0)
+    assert await bench.host.incarnations(bench.run) == []
+    await until(lambda: not Path(f"/proc/{tracer}/fd").exists() or not list(Path(f"/proc/{tracer}/fd").iterdir()))
