@@ -25,7 +25,7 @@ if [ $sandbox = yes ]; then
   mkdir -p "$BELAYER_HOME"
   exec 8<"$BELAYER_HOME"
   lock 8
-  "$SCRIPTS/apt.sh" docker.io iptables redis-server debootstrap git ca-certificates procps
+  "$SCRIPTS/apt.sh" docker.io iptables redis-server debootstrap iproute2 procps git ca-certificates
   # Debian 13 has the client in a package of its own, Debian 12 in docker.io.
   command -v docker >/dev/null || "$SCRIPTS/apt.sh" docker-cli
 fi
