@@ -1,12 +1,14 @@
 """Captures boundaries while the model thinks about what comes next.
 
 Intent (CheckpointStarted), effect (full_checkpoint), outcome (CheckpointPublished or CheckpointDiscarded), all under
-one epoch of the sandbox's stream. A checkpointer that dies in between leaves an open intent: the next one discards it
-and removes its files. One that was overtaken cannot publish, and removes what it made. Either way a checkpoint that
-the journal does not call published is never restored.
+one epoch of the sandbox's stream. A checkpointer that dies in between leaves an open intent: the next one waits a
+while for its outcome, then discards it and removes its files. One that was overtaken cannot publish, and removes what
+it made. Either way a checkpoint that the journal does not call published is never restored.
 """
 
 from __future__ import annotations
+
+import time
 
 import structlog
 
@@ -36,8 +38,12 @@ class Checkpointer:
     tags = frozenset({str(ActionCommitted.__struct_config__.tag)})
     concurrency = 4
 
-    def __init__(self, store: JournalStore, host: SandboxHost, host_name: str, by: str) -> None:
+    def __init__(
+        self, store: JournalStore, host: SandboxHost, host_name: str, by: str, patience_s: float = 0.0
+    ) -> None:
+        """`patience_s`: how long a capture that another checkpointer has begun may take before it is taken for dead."""
         self._store = store
+        self._patience_s = patience_s
         self._host = host
         self._host_name = host_name
         self._by = by
@@ -47,8 +53,8 @@ class Checkpointer:
     async def handle(self, notice: Notice) -> None:
         """Bring the sandbox's checkpoints up to the newest boundary, if the sandbox still stands at it."""
         name = notice.stream.name
+        state = await self._settled(name)
         prefix = await self._trajectories.look(name)
-        state = await self._sandboxes.look(name)
         if state.open_checkpoint is None and not self._wanted(prefix, state):
             return
         if state.container is None or state.container.host != self._host_name:
@@ -60,6 +66,19 @@ class Checkpointer:
         prefix = await self._trajectories.look(name)
         if self._wanted(prefix, state):
             await self._capture(writer, name, prefix, state)
+
+    async def _settled(self, name: str) -> SandboxState:
+        """The sandbox's state once nobody captures it: taking its epoch now would throw that work away."""
+        waited_for, deadline = "", 0.0
+        while (started := (state := await self._sandboxes.look(name)).open_checkpoint) is not None:
+            if started.checkpoint != checkpoint_name(name, started.boundary, state.epoch):
+                break  # the epoch that began it is over, so it cannot be published any more
+            if started.checkpoint != waited_for:
+                waited_for, deadline = started.checkpoint, time.monotonic() + self._patience_s
+            if (left_s := deadline - time.monotonic()) <= 0:
+                break
+            await self._store.wait(ids.sandbox(name), state.sequence, left_s)
+        return state
 
     def _wanted(self, prefix: TrajectoryState, state: SandboxState) -> bool:
         """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it."""

@@ -7,6 +7,7 @@ to the other processes, or to this one when it is started again.
 from __future__ import annotations
 
 import asyncio
+import os
 
 from belayer import ids
 from belayer.actors.actor import Actor, run_actor
@@ -20,6 +21,8 @@ from belayer.gpu.protocol import EngineHost
 from belayer.journal.store import JournalStore
 from belayer.sandbox.protocol import SandboxHost
 
+CAPTURE_PATIENCE_S = 15.0
+
 
 async def run_actors(
     store: JournalStore,
@@ -29,11 +32,11 @@ async def run_actors(
     ready: asyncio.Event | None = None,
 ) -> None:
     """Run detector, checkpointer, recovery and reaper. `ready` is set once they have begun."""
-    consumer = f"{host_name}-{ids.new_suffix()}"
+    consumer = f"{host_name}-{os.getpid()}-{ids.new_suffix()}"
     by = f"actors/{consumer}"
     actors: list[Actor] = [
         Detector(store, host_name, by),
-        Checkpointer(store, sandboxes, host_name, by),
+        Checkpointer(store, sandboxes, host_name, by, CAPTURE_PATIENCE_S),
         Recovery(
             SandboxRecovery(store, sandboxes, host_name, by),
             WorkerRecovery(store, engines, host_name, by),
