@@ -23,7 +23,7 @@ from belayer import ids
 from belayer.actors.reports import report_engine_failure, report_sandbox_failure
 from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
 from belayer.actors.worker_recovery import process_of
-from belayer.client import Trajectory
+from belayer.client import CHUNK_S, CHUNK_TOKENS, Trajectory
 from belayer.demo.chat import Chat
 from belayer.demo.waiting import RETRY_S, wait_until
 from belayer.demo.witness import watched
@@ -57,7 +57,7 @@ Collect = Callable[[Incarnation, TrajectoryState], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a rollout works with. `recovery_s` bounds every wait for a recovery."""
+    """What a rollout works with. `recovery_s` bounds every wait for a recovery; chunks as in `belayer.client`."""
 
     store: JournalStore
     sandboxes: SandboxHost
@@ -65,6 +65,8 @@ class Surroundings:
     worker: str
     run: str
     recovery_s: float = 60.0
+    chunk_tokens: int = CHUNK_TOKENS
+    chunk_s: float = CHUNK_S
 
 
 async def roll_out(around: Surroundings, name: str, chat: Chat, spec: SandboxSpec, collect: Collect) -> TrajectoryState:
@@ -148,14 +150,22 @@ class _Attempt:
         self._collect = collect
 
     async def run(self) -> TrajectoryState:
-        opened = await Trajectory.open(self._around.store, self._name, writer=BY, timeout_s=self._around.recovery_s)
+        around = self._around
+        opened = await Trajectory.open(
+            around.store,
+            self._name,
+            writer=BY,
+            chunk_tokens=around.chunk_tokens,
+            chunk_s=around.chunk_s,
+            timeout_s=around.recovery_s,
+        )
         async with AsyncExitStack() as stack:
             trajectory = await stack.enter_async_context(opened)
             if trajectory.state.phase == "empty":
-                await trajectory.start(self._around.run, self._name, self._chat.prompt())
+                await trajectory.start(around.run, self._name, self._chat.prompt())
             if trajectory.state.phase != "open":
                 return trajectory.state
-            sandbox = await self._around.sandboxes.attach(await self._container())
+            sandbox = await around.sandboxes.attach(await self._container())
             stack.push_async_callback(sandbox.close)
             await self._steps(trajectory, sandbox)
             return trajectory.state

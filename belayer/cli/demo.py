@@ -1,0 +1,68 @@
+"""`belayer demo`: recorded agents in real containers, killed and brought back; exit code 1 if anything differs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = """Replay recorded agents in real containers and kill engines, containers, actors and Redis under them.
+
+Each trajectory runs undisturbed first, then with failures at seeded random instants; each run must end in the same
+state: tokens, observations, files, processes. Needs root, Docker and CRIU (`make setup`; `belayer doctor` tells).
+
+Examples:
+
+  belayer demo
+
+  belayer demo --seed 7 --failures engine,container-checkpoint --json
+
+  belayer demo --trajectories ~/my-runs --runs 1
+"""
+
+_SHIPPED = Path(__file__).resolve().parents[2] / "examples" / "trajectories"
+
+
+def demo(
+    trajectories: Annotated[
+        Path, typer.Option(help="Folder of mini-swe-agent's .traj.json files.", show_default="the shipped ones")
+    ] = _SHIPPED,
+    failures: Annotated[
+        str,
+        typer.Option(
+            help="Failures in each run: a number, or kinds separated by commas (engine, container-idle, "
+            "container-action, container-checkpoint, recovery, redis)."
+        ),
+    ] = "6",
+    runs: Annotated[int, typer.Option(help="Runs with failures of each trajectory.", min=0)] = 2,
+    seed: Annotated[int, typer.Option(help="Decides when failures strike.")] = 1,
+    tokens_per_s: Annotated[float, typer.Option(help="How fast the recorded engine generates.", min=1.0)] = 400.0,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder for the exported journal and the timeline.", show_default="in /tmp")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the run's folder: logs and the journal's data.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Only one JSON object on standard output.")] = False,
+) -> None:
+    from rich.console import Console
+
+    from belayer.demo.board import LiveBoard, show
+    from belayer.demo.failures import parse_kinds
+    from belayer.demo.run import Options, run_demo
+
+    chosen = Options(
+        trajectories, tuple(parse_kinds(failures)), runs=runs, seed=seed, tokens_per_s=tokens_per_s, keep=keep
+    )
+    if results is not None:
+        chosen = replace(chosen, results=results)
+    console = Console(stderr=as_json)
+    with LiveBoard(console) as board:
+        report = asyncio.run(run_demo(chosen, board))
+    show(report, console)
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    raise typer.Exit(0 if report.good else 1)

@@ -1,0 +1,145 @@
+"""What is in a container: files, processes, the witness's memory. Read from outside, through /proc, as root.
+
+The container is not disturbed and need not help. A file that vanishes while it is read is left out, as one that was
+gone a moment before; a process that ends meanwhile likewise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from belayer.demo.left_out import is_left_out, masked_path
+from belayer.demo.witness import WitnessState, ask
+
+_READ_BYTES = 1 << 20
+_SHARED_MEMORY = "/dev/shm"
+
+
+class FileState(NamedTuple):
+    """One file, without its times."""
+
+    kind: str
+    """file, directory, link, fifo, socket, character device or block device."""
+    mode: int
+    owner: int
+    group: int
+    size_bytes: int
+    """Of a regular file; 0 for anything else."""
+    content: str
+    """A regular file's digest, a link's target, a device's number; else empty."""
+    xattrs: tuple[tuple[str, bytes], ...]
+
+
+class ContainerState(NamedTuple):
+    """All that the comparison looks at, beside the journal."""
+
+    files: dict[str, FileState]
+    processes: list[str]
+    """Command lines below process 1, children after their parent and indented by two blanks a level."""
+    witness: WitnessState
+
+
+async def read_container(pid: int) -> ContainerState:
+    """The state of the container whose process 1 is `pid` on this host. WitnessError when its witness is gone."""
+    witness = await ask(pid)
+    files = await asyncio.to_thread(read_files, pid)
+    return ContainerState(files, process_tree(pid), witness)
+
+
+def read_files(pid: int) -> dict[str, FileState]:
+    """The container's own files by path, and those in its shared memory; no other mount."""
+    root = Path(f"/proc/{pid}/root")
+    mounts = {line.split()[4] for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()}
+    found: dict[str, list[FileState]] = {}
+    for start in ("/", _SHARED_MEMORY):
+        _walk(root, start, mounts - {start}, found)
+    return {
+        path if number == 1 else f"{path} ({number})": state
+        for path, states in found.items()
+        for number, state in enumerate(sorted(states), 1)
+    }
+
+
+def process_tree(pid: int) -> list[str]:
+    """The command lines of all descendants; no zombies, since they run nothing and process 1 reaps them."""
+    lines: list[tuple[str, list[str]]] = []
+    for child in _children(pid):
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            below = process_tree(child)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        command = " ".join(word.decode(errors="replace") for word in words if word)
+        if command:
+            lines.append((command, below))
+    return [line for command, below in sorted(lines) for line in (command, *(f"  {inner}" for inner in below))]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        tasks = [task.name for task in Path(f"/proc/{pid}/task").iterdir()]
+        return [int(word) for task in tasks for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _walk(root: Path, folder: str, mounts: set[str], found: dict[str, list[FileState]]) -> None:
+    try:
+        entries = sorted(os.scandir(f"{root}{folder}"), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        path = f"{folder.rstrip('/')}/{entry.name}"
+        if path in mounts or is_left_out(path):
+            continue
+        try:
+            state = _state(entry.path)
+        except FileNotFoundError:
+            continue
+        found.setdefault(masked_path(path), []).append(state)
+        if state.kind == "directory":
+            _walk(root, path, mounts, found)
+
+
+_KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "link",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+}
+
+
+def _state(path: str) -> FileState:
+    status = os.lstat(path)
+    kind = _KINDS[stat.S_IFMT(status.st_mode)]
+    content, size_bytes = "", 0
+    match kind:
+        case "file":
+            content, size_bytes = _digest(path), status.st_size
+        case "link":
+            content = str(Path(path).readlink())
+        case "character device" | "block device":
+            content = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+    names = sorted(os.listxattr(path, follow_symlinks=False))
+    xattrs = tuple((name, os.getxattr(path, name, follow_symlinks=False)) for name in names)
+    mode = stat.S_IMODE(status.st_mode)
+    return FileState(kind, mode, status.st_uid, status.st_gid, size_bytes, content, xattrs)
+
+
+def _digest(path: str) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        while piece := os.read(descriptor, _READ_BYTES):
+            digest.update(piece)
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()

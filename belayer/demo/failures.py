@@ -1,0 +1,100 @@
+"""The failures of a run: which kind, when. Pure: the seed and the undisturbed run decide, nothing else.
+
+An instant is a point in the trajectory's own progress, not a time: 'after 40 tokens of generation 12', 'while action 9
+runs'. So each kind strikes its phase, however fast the machine is; a small random delay moves it within the phase.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from belayer.errors import InputError
+
+
+class Kind(enum.StrEnum):
+    """What is done to the run. Each is a SIGKILL; Redis is started again at once."""
+
+    ENGINE = "engine"
+    """The main engine, in the middle of a generation."""
+    IDLE = "container-idle"
+    """The container, while the model generates."""
+    ACTION = "container-action"
+    """The container, while an action runs."""
+    CHECKPOINT = "container-checkpoint"
+    """The container, while a checkpoint of it is taken."""
+    RECOVERY = "recovery"
+    """The actor process that is recovering a killed container, in the middle of it."""
+    REDIS = "redis"
+    """The journal's server, in the middle of a generation."""
+
+
+class Profile(NamedTuple):
+    """What the undisturbed run was like: what the instants are chosen from."""
+
+    tokens: tuple[int, ...]
+    """How many tokens each generation has."""
+    durations_s: tuple[float, ...]
+    """How long each action took; action n belongs to generation n or an earlier one."""
+
+
+class Planned(NamedTuple):
+    """One failure to come. It strikes at the first fitting instant not before generation or action `number`."""
+
+    kind: Kind
+    number: int
+    tokens: int
+    """How many tokens of the generation come first, for kinds that strike in one."""
+    delay_s: float
+
+
+_LONGEST_DELAY_S = 0.02
+_WORTH_WHILE_TOKENS = 48
+"""Engines are killed in a generation of at least this many tokens, if there is one: a short one is over too soon."""
+
+
+def parse_kinds(text: str) -> list[Kind]:
+    """`--failures`: a number of failures, whose kinds come in turn, or kinds separated by commas."""
+    if text.isdecimal():
+        return [list(Kind)[index % len(Kind)] for index in range(int(text))]
+    try:
+        return [Kind(word.strip()) for word in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"{text!r} is neither a number nor kinds of failures; the kinds are {', '.join(Kind)}"
+        ) from None
+
+
+def plan_failures(seed: int, name: str, kinds: Sequence[Kind], profile: Profile) -> list[Planned]:
+    """The kinds in random order, each at a random instant of its own part of the trajectory, in order of progress.
+
+    InputError when the trajectory is too short to give each failure a part of at least one turn.
+    """
+    rng = random.Random(f"{seed}/{name}")
+    turns = min(len(profile.tokens), len(profile.durations_s))
+    usable = turns - 1
+    if len(kinds) > usable:
+        raise InputError(f"{name} has {turns} turns, too few for {len(kinds)} failures; at most {max(usable, 0)} fit")
+    order = list(kinds)
+    rng.shuffle(order)
+    planned: list[Planned] = []
+    for index, kind in enumerate(order):
+        part = range(1 + usable * index // len(order), 1 + usable * (index + 1) // len(order))
+        number = _number(rng, kind, part, profile)
+        tokens = rng.randrange(1, max(2, profile.tokens[number - 1] * 3 // 4))
+        planned.append(Planned(kind, number, tokens, rng.uniform(0.0, _LONGEST_DELAY_S)))
+    return planned
+
+
+def _number(rng: random.Random, kind: Kind, part: range, profile: Profile) -> int:
+    match kind:
+        case Kind.ACTION:
+            longest = sorted(part, key=lambda number: -profile.durations_s[number - 1])
+            return rng.choice(longest[: max(1, len(longest) // 3)])
+        case Kind.ENGINE | Kind.REDIS:
+            long = [number for number in part if profile.tokens[number - 1] >= _WORTH_WHILE_TOKENS]
+            return rng.choice(long or list(part))
+        case Kind.IDLE | Kind.CHECKPOINT | Kind.RECOVERY:
+            return rng.choice(part)

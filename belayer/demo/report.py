@@ -1,0 +1,99 @@
+"""What a demo run came to, as data: for the table, for `--json` and for the exit code."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from belayer.demo.compare import Difference
+from belayer.demo.failures import Planned
+from belayer.demo.measures import Cost, Recovery
+
+NO_COST = Cost(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One run of one trajectory. An undisturbed run has no failures."""
+
+    trajectory: str
+    label: str
+    wall_s: float
+    turns: int
+    recoveries: Sequence[Recovery] = ()
+    missed: Sequence[Planned] = ()
+    """Failures that found no instant to strike before the trajectory ended."""
+    cost: Cost = NO_COST
+    differences: Sequence[Difference] = ()
+    problem: str = ""
+    """Why the run did not come to its end, if it did not."""
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences and not self.problem
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """The whole demo."""
+
+    seed: int
+    runs: Sequence[RunReport]
+    findings: Sequence[str]
+    """The audit's."""
+    events: int
+    wall_s: float
+    export: Path | None = None
+    timeline: Path | None = None
+    kept: Path | None = None
+    trajectories: Sequence[str] = field(default=())
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        return [recovery for run in self.runs for recovery in run.recoveries]
+
+    @property
+    def recovery_s(self) -> list[float]:
+        """From kill to resumption, of every failure, sorted."""
+        return sorted(recovery.resumed_s for recovery in self.recoveries if recovery.resumed_s is not None)
+
+    @property
+    def missed(self) -> list[Planned]:
+        return [planned for run in self.runs for planned in run.missed]
+
+    @property
+    def good(self) -> bool:
+        """Every run ended as the undisturbed one, every failure struck, and the audit found nothing."""
+        return all(run.equal for run in self.runs) and not self.missed and not self.findings
+
+    def as_json(self) -> dict[str, Any]:
+        """One flat object; `details` names whatever is not good."""
+        waits_s = self.recovery_s
+        details = [f"{run.trajectory} {run.label}: {run.problem}" for run in self.runs if run.problem]
+        details += [f"{run.trajectory} {run.label}: {one}" for run in self.runs for one in run.differences]
+        details += [
+            f"{run.trajectory} {run.label}: {planned.kind} found no instant to strike"
+            for run in self.runs
+            for planned in run.missed
+        ]
+        return {
+            "trajectories": len(self.trajectories),
+            "runs": len(self.runs),
+            "failures": len(self.recoveries),
+            "missed": len(self.missed),
+            "equal": all(run.equal for run in self.runs),
+            "recovery_p50_s": round(statistics.median(waits_s), 3) if waits_s else None,
+            "recovery_worst_s": round(waits_s[-1], 3) if waits_s else None,
+            "tokens_again": sum(run.cost.tokens_again for run in self.runs),
+            "actions_again": sum(run.cost.actions_again for run in self.runs),
+            "findings": len(self.findings),
+            "events": self.events,
+            "seed": self.seed,
+            "wall_s": round(self.wall_s, 1),
+            "export": str(self.export) if self.export else None,
+            "timeline": str(self.timeline) if self.timeline else None,
+            "details": [*details, *self.findings],
+        }
