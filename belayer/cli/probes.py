@@ -142,6 +142,8 @@ def probe_criu() -> Finding:
     except _NoAnswerError as error:
         remedy = "put it there with `scripts/criu.sh`, as root; if its check fails, the kernel lacks what it names"
         return Finding("CRIU", False, str(error), remedy)
+    if shutil.which("ip") is None:  # it fails only in the middle of a dump
+        return Finding("CRIU", False, "it calls `ip`, which is not on PATH", "`apt-get install iproute2`")
     return Finding("CRIU", True, f"{shown} at {criu}, its check passes", "")
 
 

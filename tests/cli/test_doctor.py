@@ -159,6 +159,16 @@ def test_a_criu_whose_check_fails_reports_what_it_names(tmp_path: Path, monkeypa
     assert "kernel" in finding.remedy
 
 
+def test_a_criu_that_lacks_the_program_it_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "criu").mkdir()
+    program(tmp_path / "criu", "criu", "echo 'Version: 4.2.1'")
+    monkeypatch.setenv("BELAYER_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = probes.probe_criu()
+    assert not finding.ok
+    assert "iproute2" in finding.remedy
+
+
 def test_a_home_that_is_not_there_yet_is_judged_by_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BELAYER_HOME", str(tmp_path / "not" / "yet"))
     disk = probes.probe_disk()
