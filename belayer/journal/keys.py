@@ -15,6 +15,7 @@ from belayer.journal.codec import Entry, count_of
 BODY_FIELD = b"e"
 NOTICE_STREAM_FIELD = b"s"
 NOTICE_TAG_FIELD = b"t"
+_MOST_KEPT = 200_000
 
 
 class Keys:
@@ -24,6 +25,7 @@ class Keys:
         self.namespace = checked_name(namespace)
         self.shards = shards
         self._prefixes = [f"{{belayer:{namespace}:{shard}}}:" for shard in range(shards)]
+        self._streams: dict[StreamId, bytes] = {}
 
     def shard_of(self, stream: StreamId) -> int:
         """Which shard has the stream and its notices."""
@@ -31,7 +33,11 @@ class Keys:
 
     def stream(self, stream: StreamId) -> bytes:
         """The Redis Stream that holds the stream's entries."""
-        return f"{self._prefixes[self.shard_of(stream)]}s:{stream}".encode()
+        if (key := self._streams.get(stream)) is None:
+            if len(self._streams) >= _MOST_KEPT:
+                self._streams.clear()
+            key = self._streams[stream] = f"{self._prefixes[self.shard_of(stream)]}s:{stream}".encode()
+        return key
 
     def control(self, shard: int) -> bytes:
         """The shard's control stream."""

@@ -10,6 +10,7 @@ We use hiredis directly, not redis-py's connection, because a reply then costs a
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -34,34 +35,32 @@ class LinkLostError(Exception):
 
 
 class _Wire(asyncio.Protocol):
-    """Collects replies until as many are there as are wanted."""
+    """Gives the replies, in order, to those who wait for them: so many to the first, so many to the next."""
 
     def __init__(self) -> None:
         self._reader = hiredis.Reader(notEnoughData=Ellipsis)
         self._replies: list[Reply] = []
-        self._wanted = 0
-        self._complete: asyncio.Future[list[Reply]] | None = None
+        self._waiting: deque[tuple[int, asyncio.Future[list[Reply]]]] = deque()
         self._transport: asyncio.Transport | None = None
         self.lost: str | None = None
 
-    def expect(self, count: int) -> asyncio.Future[list[Reply]]:
-        """The next `count` replies."""
-        self._wanted = count
-        self._replies = []
-        self._complete = asyncio.get_running_loop().create_future()
-        return self._complete
-
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, replies: int) -> asyncio.Future[list[Reply]]:
+        """Send commands; their replies."""
         assert self._transport is not None
+        complete: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((replies, complete))
         self._transport.write(data)
+        return complete
 
     def lose(self, cause: str) -> None:
         """Close for good."""
         self.lost = self.lost or cause
         if self._transport is not None:
             self._transport.abort()
-        if self._complete is not None and not self._complete.done():
-            self._complete.set_exception(LinkLostError(self.lost))
+        for _, complete in self._waiting:
+            if not complete.done():
+                complete.set_exception(LinkLostError(self.lost))
+        self._waiting.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -71,23 +70,25 @@ class _Wire(asyncio.Protocol):
         self.lose(f"the connection broke: {exc}" if exc else "the server closed the connection")
 
     def data_received(self, data: bytes) -> None:
-        self._reader.feed(data)
+        reader, replies, waiting = self._reader, self._replies, self._waiting
+        reader.feed(data)
         try:
-            while (reply := self._reader.gets()) is not Ellipsis:
-                self._replies.append(reply)
+            while (reply := reader.gets()) is not Ellipsis:
+                replies.append(reply)
+                if not waiting:
+                    self.lose("the server sent more replies than there were commands")
+                    return
+                if len(replies) == waiting[0][0]:
+                    _, complete = waiting.popleft()
+                    if not complete.done():
+                        complete.set_result(replies)
+                    replies = self._replies = []
         except hiredis.ProtocolError as error:
             self.lose(f"the server sent what is not its protocol: {error}")
-            return
-        if self._complete is None or self._complete.done() or len(self._replies) < self._wanted:
-            return
-        if len(self._replies) > self._wanted:
-            self.lose("the server sent more replies than there were commands")
-            return
-        self._complete.set_result(self._replies)
 
 
 class Link:
-    """An open connection. Use it from one task at a time."""
+    """An open connection. Several tasks may use it; the server works off their commands in the order of sending."""
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire
@@ -138,8 +139,7 @@ class Link:
             raise LinkLostError(self._wire.lost)
         if not replies:
             return []
-        complete = self._wire.expect(replies)
-        self._wire.send(b"".join(packed))
+        complete = self._wire.send(b"".join(packed), replies)
         try:
             async with asyncio.timeout(timeout_s):
                 return await complete

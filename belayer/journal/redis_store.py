@@ -22,6 +22,7 @@ from belayer.journal.batching import WAITING_BYTES, Lane
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys, stored_entry
+from belayer.journal.sending import Sender
 from belayer.journal.server import Server
 from belayer.journal.store import Subscription
 from belayer.journal.subscription import subscribe
@@ -48,7 +49,8 @@ class RedisStore:
         self._durability = durability
         self._server = Server(address, timeout_s)
         self._lanes = [
-            Lane(address, keys, shard, durability, replicas, timeout_s, waiting_bytes) for shard in range(keys.shards)
+            Lane(Sender(address, keys, shard, durability, replicas), keys, timeout_s, waiting_bytes)
+            for shard in range(keys.shards)
         ]
         self._epochs: dict[tuple[StreamId, int], int] = {}
 

@@ -7,6 +7,7 @@ was lost), so every command given to `ask` must be harmless when repeated.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import hiredis
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -42,6 +43,8 @@ class Server:
         """The replies to a pipeline of commands, in order."""
         started = time.monotonic()
         packed = [pack(command) for command in commands]
+        with suppress(Again, LinkLostError):
+            return await self._ask_once(packed, REPLY_S + block_s, accept)
         retrying = AsyncRetrying(
             stop=stop_after_delay(self.timeout_s),
             wait=wait_random_exponential(multiplier=0.01, max=0.5),

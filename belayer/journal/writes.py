@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import hiredis
 
-from belayer.errors import WrongSequenceError
+from belayer.errors import JournalError, WrongSequenceError
 from belayer.ids import StreamId
 from belayer.journal.codec import Entry
 from belayer.journal.keys import BODY_FIELD, NOTICE_STREAM_FIELD, NOTICE_TAG_FIELD, Keys, entry_id, stored_entry
@@ -39,11 +39,14 @@ return 1
 """KEYS: stream, names. ARGV: id, body, the stream's name, then id and body of the entry seen last ('' for none).
 Returns 1 when stored (now or by an earlier try), 0 when the stream is gone, else the entry that is last."""
 
+_MULTI = pack((b"MULTI",))
+_EXEC = pack((b"EXEC",))
+
 
 class Append:
-    """An entry on its way."""
+    """An entry on its way; `done` comes true once it is stored. `replies`: how many its packed commands have."""
 
-    __slots__ = ("deadline", "done", "entry", "key", "notice_tag", "size_bytes", "started", "stream")
+    __slots__ = ("done", "entry", "key", "notice_tag", "replies", "size_bytes", "started", "stream")
 
     def __init__(
         self,
@@ -52,36 +55,46 @@ class Append:
         notice_tag: str | None,
         key: bytes,
         started: float,
-        deadline: float,
         done: asyncio.Future[Entry | None],
     ) -> None:
         self.stream = stream
         self.entry = entry
         self.notice_tag = notice_tag
         self.key = key
-        self.size_bytes = len(entry.body)
         self.started = started
-        self.deadline = deadline
         self.done = done
+        self.size_bytes = len(entry.body)
+        self.replies = 1
 
-    def pack(self, keys: Keys, shard: int, is_new: bool) -> tuple[bytes, int]:
-        """The packed commands and how many replies they have."""
-        identifier = entry_id(self.entry)
-        if is_new:
-            add = pack((b"XADD", self.key, identifier, BODY_FIELD, self.entry.body))
+    def settle(self, outcome: Entry | JournalError | None) -> None:
+        """The outcome: stored (None), the entry that a takeover met, or an error. The first one counts."""
+        if self.done.done():
+            return
+        if isinstance(outcome, JournalError):
+            self.done.set_exception(outcome)
         else:
-            add = pack((b"XADD", self.key, b"NOMKSTREAM", identifier, BODY_FIELD, self.entry.body))
-        if not is_new and self.notice_tag is None:
-            return add, 1
+            self.done.set_result(outcome)
+
+    def pack(self, keys: Keys, shard: int, is_new: bool) -> bytes:
+        """The packed commands. `is_new`: the stream is known to be empty."""
+        entry = self.entry
+        if not is_new:
+            add = pack((b"XADD", self.key, b"NOMKSTREAM", entry_id(entry), BODY_FIELD, entry.body))
+            if self.notice_tag is None:
+                self.replies = 1
+                return add
+        else:
+            add = pack((b"XADD", self.key, entry_id(entry), BODY_FIELD, entry.body))
         name = str(self.stream)
-        commands = [pack((b"MULTI",)), add]
+        commands = [_MULTI, add]
         if is_new:
             commands.append(pack((b"SADD", keys.names(shard), name)))
         if self.notice_tag is not None:
             notice = (NOTICE_STREAM_FIELD, name, NOTICE_TAG_FIELD, self.notice_tag)
             commands.append(pack((b"XADD", keys.control(shard), b"MAXLEN", b"~", CONTROL_MAXLEN, b"*", *notice)))
-        commands.append(pack((b"EXEC",)))
-        return b"".join(commands), len(commands)
+        commands.append(_EXEC)
+        self.replies = len(commands)
+        return b"".join(commands)
 
     def judge(self, address: str, replies: Sequence[Reply]) -> Entry | None:
         """None when the entry is stored; Again, Refused or a JournalError when it is not."""
@@ -108,16 +121,15 @@ class TakeOver(Append):
         after: Entry | None,
         key: bytes,
         started: float,
-        deadline: float,
         done: asyncio.Future[Entry | None],
     ) -> None:
-        super().__init__(stream, entry, None, key, started, deadline, done)
+        super().__init__(stream, entry, None, key, started, done)
         self.after = after
 
-    def pack(self, keys: Keys, shard: int, is_new: bool) -> tuple[bytes, int]:
+    def pack(self, keys: Keys, shard: int, is_new: bool) -> bytes:
         after = (b"", b"") if self.after is None else (entry_id(self.after), self.after.body)
         arguments = (entry_id(self.entry), self.entry.body, str(self.stream), *after)
-        return pack((b"EVAL", TAKE_OVER, b"2", self.key, keys.names(shard), *arguments)), 1
+        return pack((b"EVAL", TAKE_OVER, b"2", self.key, keys.names(shard), *arguments))
 
     def judge(self, address: str, replies: Sequence[Reply]) -> Entry | None:
         """None when stored, else the entry that is the stream's last one; Again or a JournalError otherwise."""

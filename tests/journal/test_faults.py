@@ -13,6 +13,7 @@ import pytest
 
 from belayer import ids
 from belayer.errors import DamagedJournalError, FencedError, JournalUnavailableError, WrongSequenceError
+from belayer.journal.batching import GROUPS
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer, shipped_server
 from belayer.journal.redis_store import RedisStore
@@ -153,19 +154,19 @@ async def test_a_cancelled_append_under_way_is_settled_by_a_retry(proxy: Proxy, 
 
 async def test_an_append_cancelled_while_it_waits_is_not_sent(proxy: Proxy, namespace: str) -> None:
     store = await opened(proxy.url, namespace=namespace)
-    first, second = await written(store), await written(store, ids.trajectory("u"))
+    writers = [await written(store, ids.trajectory(f"t{number}")) for number in range(GROUPS + 1)]
     proxy.hold(b"XADD")
-    held = asyncio.create_task(first.append(generation(9)))
-    await proxy.held.wait()
-    waiting = asyncio.create_task(second.append(generation(9)))
-    await asyncio.wait([waiting], timeout=0.02)
-    waiting.cancel()
+    appends: list[asyncio.Task[int]] = []
+    for writer in writers:
+        appends.append(asyncio.create_task(writer.append(generation(9))))
+        await asyncio.wait(appends, timeout=0.02)
+    appends[-1].cancel()
     with pytest.raises(asyncio.CancelledError):
-        await waiting
+        await appends[-1]
     proxy.release()
-    await held
-    assert await first.append(generation(10)) == 6
-    assert len(await stored(store, ids.trajectory("u"))) == 4
+    assert await asyncio.gather(*appends[:-1]) == [5] * GROUPS
+    assert await writers[0].append(generation(10)) == 6
+    assert len(await stored(store, writers[-1].stream)) == 4
     await store.close()
 
 
