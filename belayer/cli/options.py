@@ -1,0 +1,65 @@
+"""Options that several verbs share, and the journal that they name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from belayer.errors import InputError, UnknownStreamError
+from belayer.ids import StreamId, StreamKind, checked_name
+
+if TYPE_CHECKING:
+    from belayer.journal.store import JournalStore
+
+Url = Annotated[
+    str | None, typer.Option(envvar="BELAYER_JOURNAL_URL", help="The journal: redis://, rediss:// or unix://.")
+]
+Namespace = Annotated[str, typer.Option(envvar="BELAYER_NAMESPACE", help="Whose keys on the server.")]
+ExportFile = Annotated[
+    Path | None, typer.Option("--file", help="An exported file instead of a server.", dir_okay=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+_TIMEOUT_S = 10.0
+
+
+@asynccontextmanager
+async def open_journal(url: str | None, namespace: str) -> AsyncIterator[JournalStore]:
+    """The journal that the options name. InputError when they name none; JournalUnavailableError after 10 s."""
+    from belayer.journal.connect import open_store
+
+    if not url:
+        raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")
+    store = await open_store(url, namespace=namespace, timeout_s=_TIMEOUT_S)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def find_streams(store: JournalStore, wanted: Sequence[str]) -> list[StreamId]:
+    """The streams that were asked for: `kind/name`, or a bare name for all streams of that name; all when none were."""
+    there = list(await store.streams())
+    if not wanted:
+        return there
+    found: list[StreamId] = []
+    for text in wanted:
+        matching = [stream for stream in there if text in (str(stream), stream.name)]
+        if not matching:
+            raise UnknownStreamError(str(StreamId.parse(text)) if "/" in text else checked_name(text))
+        found += [stream for stream in matching if stream not in found]
+    return sorted(found)
+
+
+async def find_stream(store: JournalStore, text: str) -> StreamId:
+    """One stream: `kind/name`, or a bare name, which is the trajectory's before any other stream's of that name."""
+    kinds = (StreamKind.TRAJECTORY, StreamKind.WORKER, StreamKind.RUN, StreamKind.SANDBOX)
+    named = [StreamId.parse(text)] if "/" in text else [StreamId(kind, checked_name(text)) for kind in kinds]
+    for stream in named:
+        if await store.last(stream) is not None:
+            return stream
+    raise UnknownStreamError(str(named[0]))

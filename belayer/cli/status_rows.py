@@ -1,0 +1,217 @@
+"""What `belayer status` knows of each stream: its projection, and when its last event was written.
+
+Streams are read on from where the last look ended. Folds carry no tokens here, so watching a long run stays small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from belayer.ids import StreamId, StreamKind
+from belayer.journal.codec import Recorded
+from belayer.journal.events import EpochStarted, TokensAppended
+from belayer.journal.store import JournalStore
+from belayer.journal.writer import Reader
+from belayer.projections import run, sandbox, trajectory, worker
+
+S = TypeVar("S")
+_AT_ONCE = 16
+
+
+class TrajectoryRow(msgspec.Struct, frozen=True):
+    """A trajectory and its sandbox. `age_s`: since the newest event of either."""
+
+    trajectory: str
+    run: str
+    state: str
+    epoch: int
+    writer: str
+    age_s: float
+    generation: int
+    generating_tokens: int | None
+    """Tokens of the unfinished generation; None when none is under way."""
+    action: int
+    """The action in flight, or 0."""
+    boundary: int
+    rewinds: int
+    checkpoint: str
+    """The newest published one; empty: the initial state."""
+    checkpoint_boundary: int
+    sandbox: str
+    sandbox_state: str
+    sandbox_failures: int
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine incarnation of a worker."""
+
+    worker: str
+    incarnation: str
+    role: str
+    state: str
+    weight_version: int
+    address: str
+    handovers: int
+    age_s: float
+
+
+class RunRow(msgspec.Struct, frozen=True):
+    """A run. `durability` is what its journal promises."""
+
+    run: str
+    state: str
+    host: str
+    durability: str
+    weight_version: int
+    age_s: float
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """One look at the journal."""
+
+    runs: list[RunRow]
+    trajectories: list[TrajectoryRow]
+    engines: list[EngineRow]
+
+
+class _Watched(Generic[S]):
+    """One stream's fold, kept up to date."""
+
+    def __init__(
+        self, store: JournalStore, stream: StreamId, fold: Callable[[Iterable[Recorded], S], S], state: S
+    ) -> None:
+        self._reader = Reader(store, stream)
+        self._fold = fold
+        self.stream = stream
+        self.state = state
+        self.last_ns = 0
+        self.writer = ""
+
+    async def catch_up(self) -> None:
+        new = await self._reader.catch_up()
+        for recorded in new:
+            self.last_ns = recorded.time_ns
+            if isinstance(recorded.event, EpochStarted):
+                self.writer = recorded.event.writer
+        self.state = self._fold(map(_without_tokens, new), self.state)
+
+    def age_s(self, now_ns: int) -> float:
+        return max(0.0, (now_ns - self.last_ns) / 1e9)
+
+
+def _without_tokens(recorded: Recorded) -> Recorded:
+    if not isinstance(recorded.event, TokensAppended):
+        return recorded
+    return recorded._replace(event=replace(recorded.event, token_ids=b"", logprobs=b"", loss_mask=b""))
+
+
+class Board:
+    """All streams of a journal, watched."""
+
+    def __init__(self, store: JournalStore) -> None:
+        self._store = store
+        self._trajectories: dict[str, _Watched[trajectory.TrajectoryState]] = {}
+        self._sandboxes: dict[str, _Watched[sandbox.SandboxState]] = {}
+        self._workers: dict[str, _Watched[worker.WorkerState]] = {}
+        self._runs: dict[str, _Watched[run.RunState]] = {}
+
+    async def look(self, now_ns: int) -> Snapshot:
+        """The journal as it is now; ages are counted from `now_ns`."""
+        await self._catch_up()
+        return Snapshot(
+            runs=[_run_row(watched, now_ns) for watched in self._runs.values()],
+            trajectories=[
+                _trajectory_row(watched, self._sandboxes.get(name), now_ns)
+                for name, watched in self._trajectories.items()
+            ],
+            engines=[row for watched in self._workers.values() for row in _engine_rows(watched, now_ns)],
+        )
+
+    async def _catch_up(self) -> None:
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(stream: StreamId) -> None:
+            async with limit:
+                await self._watched(stream).catch_up()
+
+        async with asyncio.TaskGroup() as tasks:
+            for stream in await self._store.streams():
+                tasks.create_task(one(stream))
+
+    def _watched(self, stream: StreamId) -> _Watched[Any]:
+        store, name = self._store, stream.name
+        match stream.kind:
+            case StreamKind.TRAJECTORY:
+                new = _Watched(store, stream, trajectory.fold, trajectory.EMPTY)
+                return self._trajectories.setdefault(name, new)
+            case StreamKind.SANDBOX:
+                return self._sandboxes.setdefault(name, _Watched(store, stream, sandbox.fold, sandbox.EMPTY))
+            case StreamKind.WORKER:
+                return self._workers.setdefault(name, _Watched(store, stream, worker.fold, worker.EMPTY))
+            case StreamKind.RUN:
+                return self._runs.setdefault(name, _Watched(store, stream, run.fold, run.EMPTY))
+
+
+def _trajectory_row(
+    watched: _Watched[trajectory.TrajectoryState], box: _Watched[sandbox.SandboxState] | None, now_ns: int
+) -> TrajectoryRow:
+    state = watched.state
+    container = box.state if box is not None else sandbox.EMPTY
+    newest = next(reversed(container.published.values()), None)
+    ages = [watched.age_s(now_ns)] + ([box.age_s(now_ns)] if box is not None else [])
+    return TrajectoryRow(
+        trajectory=watched.stream.name,
+        run=state.run,
+        state=state.phase,
+        epoch=state.epoch,
+        writer=watched.writer,
+        age_s=round(min(ages), 1),
+        generation=state.generations if state.generation is None else state.generation.number,
+        generating_tokens=None if state.generation is None else state.generation.count,
+        action=0 if state.action is None else state.action.action,
+        boundary=state.boundary.number,
+        rewinds=state.rewinds,
+        checkpoint="" if newest is None else newest.checkpoint,
+        checkpoint_boundary=0 if newest is None else newest.boundary,
+        sandbox=container.incarnation,
+        sandbox_state=container.phase,
+        sandbox_failures=container.failures,
+    )
+
+
+def _engine_rows(watched: _Watched[worker.WorkerState], now_ns: int) -> list[EngineRow]:
+    """The engines that are not removed, the main first."""
+    state = watched.state
+    rows = [
+        EngineRow(
+            worker=watched.stream.name,
+            incarnation=incarnation,
+            role="main" if incarnation == state.main else "shadow" if engine.status != "failed" else "former",
+            state="recovering" if incarnation == state.main and state.recovering else engine.status,
+            weight_version=engine.weight_version,
+            address=engine.registered.address,
+            handovers=state.handovers,
+            age_s=round(watched.age_s(now_ns), 1),
+        )
+        for incarnation, engine in state.engines.items()
+        if engine.status != "removed"
+    ]
+    return sorted(rows, key=lambda row: ("main", "shadow", "former").index(row.role))
+
+
+def _run_row(watched: _Watched[run.RunState], now_ns: int) -> RunRow:
+    state = watched.state
+    phase = "empty" if state.started is None else "finished" if state.finished else "going on"
+    return RunRow(
+        run=watched.stream.name,
+        state=phase,
+        host="" if state.started is None else state.started.host,
+        durability="" if state.started is None else state.started.durability,
+        weight_version=state.weight_version,
+        age_s=round(watched.age_s(now_ns), 1),
+    )
