@@ -59,7 +59,7 @@ class Checkpointer:
             return
         if state.container is None or state.container.host != self._host_name:
             return
-        writer, history = await take_over(self._store, ids.sandbox(name), self._by)
+        writer, history = await take_over(self._store, ids.sandbox(name), self._by, only_at=state.sequence)
         state = sandbox.fold(history)
         if state.open_checkpoint is not None:
             await self._discard(writer, state.open_checkpoint.checkpoint, "its checkpointer died")

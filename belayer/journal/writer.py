@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from belayer.errors import DamagedJournalError, ProtocolError
+from belayer.errors import DamagedJournalError, ProtocolError, WrongSequenceError
 from belayer.ids import StreamId, new_event_id
 from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry
 from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, tag_of
@@ -107,15 +107,20 @@ async def take_over(
     stream: StreamId,
     writer: str,
     *,
+    only_at: int | None = None,
     new_id: Callable[[], bytes] = new_event_id,
 ) -> tuple[StreamWriter, list[Recorded]]:
     """Start the next epoch of a stream, fencing off every earlier writer; the new writer and all events to fold.
 
     The events end with our own EpochStarted, so nothing can have come in between that the caller does not see.
+    With `only_at` the stream is taken only while that is its last sequence, so that nobody who came first is fenced
+    off; otherwise WrongSequenceError and nothing has happened.
     """
     reader = Reader(store, stream)
     history = await reader.catch_up()
     while True:
+        if only_at is not None and reader.sequence != only_at:
+            raise WrongSequenceError(str(stream), only_at, reader.sequence)
         epoch = reader.epoch + 1
         started = EpochStarted(epoch, writer)
         entry, digest = encode_entry(epoch, reader.sequence, reader.digest, [started], [new_id()], time.time_ns())

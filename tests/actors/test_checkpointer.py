@@ -1,0 +1,92 @@
+"""Several checkpointers at one sandbox: a capture under way is waited for, one that nobody can publish is not."""
+
+import asyncio
+
+import pytest
+
+from belayer import ids
+from belayer.actors.checkpointer import Checkpointer
+from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
+from belayer.client import Trajectory
+from belayer.errors import WrongSequenceError
+from belayer.journal.events import CheckpointDiscarded, CheckpointPublished, CheckpointStarted, SandboxSpec
+from belayer.journal.memory_store import MemoryStore
+from belayer.journal.store import Notice
+from belayer.journal.writer import Reader, take_over
+from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
+from tests.actors.model import ModelHost
+
+NAME = "t"
+NOTICE = Notice(ids.trajectory(NAME), "action-committed", "")
+
+
+class SlowHost(ModelHost):
+    """A host whose captures end when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+        self.begun.set()
+        await self.may_end.wait()
+        return await super().checkpoint(incarnation, checkpoint, action)
+
+
+async def one_action(store: MemoryStore, host: ModelHost) -> None:
+    t = await Trajectory.open(store, NAME)
+    await t.start("run", "task", [1])
+    box = await create_sandbox(store, host, "run", NAME, SandboxSpec("image"), "rollout")
+    assert box.container is not None
+    await t.begin_generation()
+    await t.append_tokens([7], [0.0])
+    await t.finish_generation("stop")
+    number = await t.start_action("do it", 1.0, box.incarnation)
+    seen = await (await host.attach(incarnation_of(box.container))).run(Action(number, "do it"))
+    await t.commit_action(seen.exit_status, [1], b"", seen.duration_s)
+
+
+async def captures(store: MemoryStore) -> list[type]:
+    history = await Reader(store, ids.sandbox(NAME)).catch_up()
+    kinds = (CheckpointStarted, CheckpointPublished, CheckpointDiscarded)
+    return [type(recorded.event) for recorded in history if isinstance(recorded.event, kinds)]
+
+
+async def test_a_capture_under_way_is_waited_for() -> None:
+    store, host = MemoryStore(), SlowHost()
+    await one_action(store, host)
+    first = asyncio.create_task(Checkpointer(store, host, "host", "one", 30.0).handle(NOTICE))
+    await asyncio.wait_for(host.begun.wait(), 10)
+    others = [
+        asyncio.create_task(Checkpointer(store, host, "host", by, 30.0).handle(NOTICE)) for by in ("two", "three")
+    ]
+    host.may_end.set()
+    await asyncio.wait_for(asyncio.gather(first, *others), 10)
+    assert await captures(store) == [CheckpointStarted, CheckpointPublished]
+
+
+@pytest.mark.parametrize("overtaken", [True, False])
+async def test_a_capture_that_cannot_be_published_any_more_is_discarded(overtaken: bool) -> None:
+    store, host = MemoryStore(), SlowHost()
+    await one_action(store, host)
+    dead = asyncio.create_task(Checkpointer(store, host, "host", "dead").handle(NOTICE))
+    await asyncio.wait_for(host.begun.wait(), 10)
+    dead.cancel()
+    if overtaken:
+        await take_over(store, ids.sandbox(NAME), "somebody")
+    host.may_end.set()
+    patience_s = 1000.0 if overtaken else 0.05
+    await asyncio.wait_for(Checkpointer(store, host, "host", "next", patience_s).handle(NOTICE), 10)
+    assert await captures(store) == [CheckpointStarted, CheckpointDiscarded, CheckpointStarted, CheckpointPublished]
+
+
+async def test_a_stream_that_has_moved_on_is_not_taken() -> None:
+    store, host = MemoryStore(), ModelHost()
+    await one_action(store, host)
+    before = await look(store, NAME)
+    with pytest.raises(WrongSequenceError):
+        await take_over(store, ids.sandbox(NAME), "late", only_at=before.sequence - 1)
+    assert (await look(store, NAME)).epoch == before.epoch
+    await take_over(store, ids.sandbox(NAME), "in time", only_at=before.sequence)
+    assert (await look(store, NAME)).epoch == before.epoch + 1
