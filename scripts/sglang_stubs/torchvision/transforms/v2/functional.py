@@ -1,4 +1,4 @@
 """See torchvision/__init__.py."""
 
 from torchvision._missing import InterpolationMode as InterpolationMode
-from torchvision._missing import missing as __getattr__
+from torchvision._missing import missing as __getattr__  # noqa: F401

@@ -1,0 +1,96 @@
+"""One process's connection to the memory server. Blocking; every wait has a deadline.
+
+When the server refuses, its typed error is raised here; when it is gone, MemoryServerGoneError.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from types import TracebackType
+from typing import TypeVar
+
+from belayer.gpu import wire
+from belayer.gpu.errors import ArenaRefusedError, MemoryServerGoneError
+
+_Answer = TypeVar("_Answer", bound=wire.Answer)
+
+
+class MemoryClient:
+    """Made by `connect`; close it. Use it in one thread at a time."""
+
+    def __init__(self, connection: socket.socket, path: str, timeout_s: float) -> None:
+        self._connection = connection
+        self._path = path
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def connect(
+        cls, path: str | os.PathLike[str], incarnation: str, role: wire.Role, timeout_s: float = 30.0
+    ) -> tuple[MemoryClient, wire.Registered]:
+        """Connect and say who this is; the server's weights and arena come back."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(str(path))
+        except OSError as error:
+            connection.close()
+            raise MemoryServerGoneError(str(path), str(error)) from None
+        client = cls(connection, str(path), timeout_s)
+        registered, _ = client.ask(wire.Register(incarnation, role), wire.Registered)
+        return client, registered
+
+    def fileno(self) -> int:
+        """To wait for an order in a poll of one's own."""
+        return self._connection.fileno()
+
+    def ask(
+        self, request: wire.Request, expected: type[_Answer], timeout_s: float | None = None
+    ) -> tuple[_Answer, list[int]]:
+        """Send a request and return its answer and descriptors, now the caller's."""
+        self.tell(request)
+        answer, fds = self._receive(self._timeout_s if timeout_s is None else timeout_s)
+        if isinstance(answer, expected):
+            return answer, fds
+        for fd in fds:
+            os.close(fd)
+        if isinstance(answer, wire.Refused):
+            wire.raise_refused(answer)
+        raise ArenaRefusedError(f"it answered {type(answer).__name__} to {type(request).__name__}")
+
+    def tell(self, request: wire.Request) -> None:
+        """Send what has no answer (Done)."""
+        try:
+            wire.send(self._connection, request)
+        except OSError as error:
+            raise MemoryServerGoneError(self._path, str(error)) from None
+
+    def order(self) -> tuple[wire.ArmNow | wire.Granted, list[int]] | None:
+        """The server's next order if there is one now; does not wait."""
+        readable, _, _ = select.select([self._connection], [], [], 0)
+        if not readable:
+            return None
+        answer, fds = self._receive(0)
+        if isinstance(answer, wire.ArmNow | wire.Granted):
+            return answer, fds
+        raise ArenaRefusedError(f"it sent {type(answer).__name__} unasked")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> MemoryClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _receive(self, timeout_s: float) -> tuple[wire.Answer, list[int]]:
+        readable, _, _ = select.select([self._connection], [], [], timeout_s)
+        if not readable:
+            raise MemoryServerGoneError(self._path, f"silent for {timeout_s:.1f} s")
+        received = wire.receive_answer(self._connection)
+        if received is None:
+            raise MemoryServerGoneError(self._path, "it closed the connection")
+        return received

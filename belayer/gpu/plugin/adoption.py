@@ -1,0 +1,66 @@
+"""Take over KV that a dead engine computed: its proven prefixes into the radix tree, their slots off the free list.
+
+Source of the rule: a token that was sampled proves that the KV of every token before it was complete, because the
+forward pass that sampled it read that KV. Everything else is free, and is computed again.
+
+Invariant: afterwards every slot is either in the tree, once, or free. When the ledger and the slot table contradict
+each other (a slot out of range or claimed twice) nothing is adopted at all.
+"""
+
+# torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from belayer.gpu.ledger import Entry
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("belayer")
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Tokens now in the tree, and the requests that they belong to."""
+
+    tokens: int
+    requests: int
+
+
+def adopt(tree: Any, allocator: Any, slot_table: torch.Tensor, entries: Sequence[Entry]) -> Adopted:
+    """Fill an empty tree and allocator. `slot_table`: rows x width, int32."""
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    page = allocator.page_size
+    for entry in entries:
+        proven = entry.proven // page * page
+        if proven:
+            slots = slot_table[entry.row, :proven].to(torch.int64)
+            key = RadixKey(array("q", entry.token_ids[:proven]))
+            tree.insert(InsertParams(key=key, value=slots))
+    if not tree.total_size():
+        return Adopted(0, 0)
+    used = tree.all_values_flatten()
+    pages = used // page
+    limit = allocator.size // page
+    claims = torch.zeros(limit + 1, dtype=torch.int32, device=used.device)
+    in_range = (pages >= 1) & (pages <= limit)
+    claims.index_add_(0, torch.where(in_range, pages, 0), torch.ones_like(pages, dtype=torch.int32))
+    sound = in_range.all() & (claims[1:] <= page).all()
+    if not bool(sound):
+        _log.error("belayer: the ledger and the slot table contradict each other; nothing is adopted")
+        tree.reset()
+        return Adopted(0, 0)
+    claims[0] = 1  # the page that padding is written to is nobody's
+    allocator.free_pages = torch.nonzero(claims == 0).flatten()
+    allocator.release_pages = torch.empty((0,), dtype=torch.int64, device=used.device)
+    return Adopted(int(used.numel()), len(entries))

@@ -1,0 +1,50 @@
+"""Is an engine hung? By its own step counter, which a dead or stopped scheduler cannot move.
+
+A forward pass may take long (a prefill of many tokens), so the silence that is allowed grows with the tokens in
+flight; a loop without work beats at least once a second. A stopped process makes no progress whatever it was doing,
+so it gets only the base allowance.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from belayer.gpu.ledger import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class HangRule:
+    """The allowed silence: `base_s`, and `per_token_s` more for each token of the forward passes in flight."""
+
+    base_s: float = 2.5
+    per_token_s: float = 0.02
+
+    def allowed_s(self, tokens_in_flight: int) -> float:
+        return self.base_s + self.per_token_s * max(0, tokens_in_flight)
+
+
+def hang_evidence(progress: Progress, epoch: int, pid: int, rule: HangRule) -> str:
+    """Why the engine that writes under `epoch` counts as hung, or "" when it does not."""
+    if not progress.serving or progress.epoch != epoch:
+        return ""
+    silent_s = (time.monotonic_ns() - progress.beat_ns) / 1e9
+    if silent_s <= rule.base_s:
+        return ""
+    if _is_stopped(pid):
+        return f"process {pid} is stopped and its scheduler was silent for {silent_s:.1f} s"
+    allowed_s = rule.allowed_s(progress.tokens_in_flight)
+    if silent_s <= allowed_s:
+        return ""
+    work = f"{progress.tokens_in_flight} tokens in flight" if progress.tokens_in_flight > 0 else "no work in flight"
+    return f"the scheduler was silent for {silent_s:.1f} s ({work}, {allowed_s:.1f} s allowed)"
+
+
+def _is_stopped(pid: int) -> bool:
+    """State T or t in /proc/PID/stat, proc(5)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat[stat.rindex(b")") + 2 :][:1] in (b"T", b"t")

@@ -1,0 +1,196 @@
+"""Starts, warms, promotes and ends SGLang engines over one device's memory server. An EngineHost.
+
+Invariant: an engine that `start` returned answers; a shadow that it returned is armed, that is warm, without memory
+of its own behind the KV addresses, and waiting. One that it did not return is not running. Engines run in a session
+of their own and end with the owner, not with whoever started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+
+from belayer.errors import EngineFailedError
+from belayer.gpu import wire
+from belayer.gpu.errors import ArenaError
+from belayer.gpu.http_engine import HttpEngine
+from belayer.gpu.memory_client import MemoryClient
+from belayer.gpu.protocol import EngineProcess
+from belayer.processes import host_name, kill, start_ticks
+
+_LOG_TAIL_BYTES = 1500
+
+
+class SglangHost:
+    """`python`: the interpreter that has SGLang. `arguments`: SGLang's own, the same for main and shadow."""
+
+    def __init__(
+        self,
+        memory_socket: Path | None,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        owner_pid: int,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = 600.0,
+        promote_timeout_s: float = 30.0,
+        silence_s: float = 120.0,
+        warm_prompts: Sequence[int] = (4, 64),
+        adopt: bool = True,
+    ) -> None:
+        self._memory_socket = memory_socket
+        self._arguments = list(arguments)
+        self._folder = folder
+        self._owner_pid = owner_pid
+        self._python = python
+        self._environment = {**os.environ, **(environment or {})}
+        self._start_timeout_s = start_timeout_s
+        self._promote_timeout_s = promote_timeout_s
+        self._silence_s = silence_s
+        self._warm_prompts = warm_prompts
+        self.adopt = adopt
+        self.facts: dict[str, dict[str, float]] = {}
+        """What each promotion or arming took, by incarnation: seconds by phase, and counts."""
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    async def start(self, incarnation: str, role: Literal["main", "shadow"]) -> EngineProcess:
+        """Start an engine and return once it answers; a shadow, once it is armed."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._reap()
+        log = self._folder / f"{incarnation}.log"
+        process, ready = self._spawn(incarnation, role, log)
+        ticks = start_ticks(process.pid)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                said = await _first_line(ready)
+                engine = EngineProcess(incarnation, host_name(), process.pid, ticks, str(json.loads(said)["address"]))
+                await _accepts_connections(engine)
+                await self._warm(engine)
+                if role == "shadow":
+                    answer = await asyncio.to_thread(self._ask, wire.Arm(incarnation), self._start_timeout_s)
+                    self.facts[incarnation] = answer.facts
+        except (TimeoutError, ValueError, KeyError, ArenaError, aiohttp.ClientError) as error:
+            await kill(process.pid, ticks)
+            tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+            cause = f"{error or 'it took too long'}; its log ends: {tail}"
+            raise EngineFailedError(incarnation, f"did not start ({cause}); see {log}") from None
+        except BaseException:
+            process.kill()
+            raise
+        return engine
+
+    async def promote(self, shadow: EngineProcess) -> None:
+        """Make the shadow the main: it serves on return. The old main is killed if it is not dead. May be repeated."""
+        request = wire.Promote(shadow.incarnation, True, self.adopt, self._promote_timeout_s)
+        try:
+            answer = await asyncio.to_thread(self._ask, request, self._promote_timeout_s + 5.0)
+        except ArenaError as error:
+            raise EngineFailedError(shadow.incarnation, f"cannot be promoted: {error}") from error
+        self.facts[shadow.incarnation] = answer.facts
+
+    async def kill(self, engine: EngineProcess) -> None:
+        """SIGKILL the engine and return once it is proved gone. A process that is gone already is fine."""
+        await kill(engine.pid, engine.pid_start_ticks)
+        self._reap()
+
+    def connect(self, engine: EngineProcess) -> HttpEngine:
+        """A client for that incarnation; close it."""
+        return HttpEngine(engine, silence_s=self._silence_s)
+
+    async def status(self) -> wire.Status:
+        """The memory server's state."""
+        return await asyncio.to_thread(self._status)
+
+    def _status(self) -> wire.Status:
+        assert self._memory_socket is not None
+        with MemoryClient.connect(self._memory_socket, "host", "control")[0] as client:
+            return client.ask(wire.AskStatus(), wire.Status)[0]
+
+    def _ask(self, request: wire.Request, timeout_s: float) -> wire.Facts:
+        assert self._memory_socket is not None
+        with MemoryClient.connect(self._memory_socket, "host", "control")[0] as client:
+            return client.ask(request, wire.Facts, timeout_s)[0]
+
+    def _spawn(self, incarnation: str, role: str, log: Path) -> tuple[subprocess.Popen[bytes], int]:
+        ready_read, ready_write = os.pipe()
+        command = [self._python, "-m", "belayer.gpu.sglang_engine", "--incarnation", incarnation, "--role", role]
+        if self._memory_socket is not None:
+            command += ["--memory-socket", str(self._memory_socket)]
+        command += ["--owner-pid", str(self._owner_pid), "--ready-fd", str(ready_write), "--"]
+        command += [*self._arguments, "--port", str(_free_port())]
+        try:
+            with log.open("ab") as log_file:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    env=self._environment,
+                    pass_fds=[ready_write],
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(ready_read)
+            raise
+        finally:
+            os.close(ready_write)
+        self._children.append(process)
+        return process, ready_read
+
+    async def _warm(self, engine: EngineProcess) -> None:
+        """Serve a few prompts, so that kernels are compiled and caches are filled before anything is measured."""
+        timeout = aiohttp.ClientTimeout(total=self._start_timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            for length in self._warm_prompts:
+                body = {
+                    "input_ids": [1 + number % 50 for number in range(length)],
+                    "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
+                    "return_logprob": True,
+                }
+                async with session.post(f"{engine.address}/generate", json=body) as response:
+                    if response.status != 200:
+                        raise ValueError(f"it answered {response.status} to a warm-up request")
+                    await response.read()
+
+    def _reap(self) -> None:
+        self._children = [child for child in self._children if child.poll() is None]
+
+
+async def _first_line(fd: int) -> bytes:
+    """What comes through the pipe until its end or a line's; takes the descriptor over."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb"))
+    try:
+        return await reader.readline()
+    finally:
+        transport.close()
+
+
+async def _accepts_connections(engine: EngineProcess) -> None:
+    """SGLang says that it is ready a moment before its server listens. The caller sets the deadline."""
+    host, port = engine.address.removeprefix("http://").split(":")
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.02)
+        else:
+            writer.close()
+            return
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,216 @@
+"""What engines, hosts and the memory server say to each other: one JSON message a packet, descriptors beside it.
+
+The socket is a Unix SOCK_SEQPACKET, so that a message is whole or absent. Every request has one answer, Refused
+included; ArmNow and Granted are the two messages that the server sends without being asked.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Literal, NoReturn
+
+import msgspec
+
+from belayer.gpu import errors
+
+MAX_MESSAGE_BYTES = 64 << 10
+MAX_DESCRIPTORS = 8
+
+Role = Literal["main", "shadow", "control"]
+Spec = Mapping[str, int | str]
+"""What a region looks like, field by field. Two engines may share it only if theirs are equal."""
+
+
+class Region(msgspec.Struct, frozen=True):
+    """Memory that the server has: its shape and size in bytes."""
+
+    spec: dict[str, int | str]
+    size_bytes: int
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """`absent`; `writing` version by writer; `ready` at version; `torn`: the writer of version died."""
+
+    state: Literal["absent", "writing", "ready", "torn"] = "absent"
+    version: int = 0
+    writer: str = ""
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a connection. The server knows the process by the socket's peer credentials."""
+
+    incarnation: str
+    role: Role
+
+
+class OpenWeights(msgspec.Struct, frozen=True, tag=True):
+    """Wait for the weights region: to read it when it is there, to write it when it is not, or is torn."""
+
+    spec: dict[str, int | str]
+    size_bytes: int
+
+
+class BeginWeights(msgspec.Struct, frozen=True, tag=True):
+    """Write a new version in place. Only the holder of the KV lease may."""
+
+    version: int
+
+
+class CommitWeights(msgspec.Struct, frozen=True, tag=True):
+    """What was begun is complete, and this process reads it only from now on."""
+
+    version: int
+
+
+class OpenArena(msgspec.Struct, frozen=True, tag=True):
+    """A main takes the KV lease; a shadow only says what it will want, and waits."""
+
+    spec: dict[str, int | str]
+    size_bytes: int
+    ledger_bytes: int
+
+
+class Arm(msgspec.Struct, frozen=True, tag=True):
+    """From a host: the shadow is warm; it shall let go of its scratch and wait for the lease."""
+
+    incarnation: str
+
+
+class Promote(msgspec.Struct, frozen=True, tag=True):
+    """From a host: lend the arena to that shadow once its holder is proved dead."""
+
+    incarnation: str
+    kill_old: bool
+    adopt: bool
+    timeout_s: float
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """From a shadow, on ArmNow or Granted: done. Seconds by phase, and counts."""
+
+    facts: dict[str, float]
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    """What the server has and lends."""
+
+
+Request = Register | OpenWeights | BeginWeights | CommitWeights | OpenArena | Arm | Promote | Done | AskStatus
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Registered(msgspec.Struct, frozen=True, tag=True):
+    weights: Weights
+    arena: Region | None
+
+
+class WeightsLent(msgspec.Struct, frozen=True, tag=True):
+    """With one descriptor, writable or not."""
+
+    size_bytes: int
+    version: int
+    writable: bool
+
+
+class ArenaLent(msgspec.Struct, frozen=True, tag=True):
+    """With two descriptors, arena and ledger, when `epoch` > 0. `fresh`: nobody has written there yet."""
+
+    epoch: int
+    fresh: bool
+
+
+class ArmNow(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """The lease, to an armed shadow, with two descriptors: arena and ledger."""
+
+    epoch: int
+    adopt: bool
+
+
+class Facts(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Arm, Promote and CommitWeights."""
+
+    facts: dict[str, float]
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    incarnation: str
+    pid: int
+    role: Role
+    armed: bool
+    holds_arena: bool
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    device: str
+    epoch: int
+    holder: str
+    holder_alive: bool
+    weights: Weights
+    arena: Region | None
+    engines: list[EngineStatus]
+    unhealthy: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A typed error: the class's name in belayer.gpu.errors and its arguments."""
+
+    error: str
+    arguments: list[int | str]
+
+
+Answer = Registered | WeightsLent | ArenaLent | ArmNow | Granted | Facts | Status | Refused
+
+_requests = msgspec.json.Decoder(Request)
+_answers = msgspec.json.Decoder(Answer)
+
+
+def send(connection: socket.socket, message: Request | Answer, fds: Sequence[int] = ()) -> None:
+    """Send one message whole. The descriptors stay the caller's."""
+    socket.send_fds(connection, [msgspec.json.encode(message)], list(fds))
+
+
+def receive_request(connection: socket.socket) -> Request | None:
+    """The next request, or None when the other side is gone. msgspec.DecodeError when it is not one of ours."""
+    data, fds = _receive(connection)
+    for fd in fds:
+        os.close(fd)
+    return _requests.decode(data) if data else None
+
+
+def receive_answer(connection: socket.socket) -> tuple[Answer, list[int]] | None:
+    """The next answer and its descriptors, now the caller's; None when the server is gone."""
+    data, fds = _receive(connection)
+    return (_answers.decode(data), fds) if data else None
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+    except ConnectionError:
+        return b"", []
+    return data, fds
+
+
+def refusal(error: errors.ArenaError) -> Refused:
+    """The error as a message. Its constructor's arguments are its fields, in order."""
+    arguments = [value if isinstance(value, int | str) else str(value) for value in vars(error).values()]
+    return Refused(type(error).__name__, arguments)
+
+
+def raise_refused(refused: Refused) -> NoReturn:
+    """Raise the error that the server refused with."""
+    kind = getattr(errors, refused.error, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.ArenaError)):
+        raise errors.ArenaRefusedError(f"{refused.error} {refused.arguments}")
+    raise kind(*refused.arguments)
