@@ -48,6 +48,9 @@ def actors(
     ] = None,
     tokens_per_s: Annotated[float, typer.Option(help="How fast the recorded engine generates.", min=0.1)] = 400.0,
 ) -> None:
+    import structlog
+
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for `ready` alone
     asyncio.run(_run(recordings, engine_log, url, namespace, durability, owner_pid, run, tokens_per_s))
 
 

@@ -126,7 +126,7 @@ async def open_stage(*, tokens_per_s: float, keep: bool) -> AsyncIterator[Stage]
         stack.push_async_callback(sandboxes.remove_run, run)
         command = [sys.executable, "-m", "belayer.cli.main", "actors", "--recordings", str(recordings)]
         command += ["--engine-log", str(folder / "engines"), "--url", server.url, "--owner-pid", str(os.getpid())]
-        command += ["--tokens-per-s", str(tokens_per_s)]
+        command += ["--run", run, "--tokens-per-s", str(tokens_per_s)]
         stage = Stage(run, folder, store, server, sandboxes, engines, Actors(command, folder / "actors.log"))
         stack.push_async_callback(_end_engines, stage)
         stack.push_async_callback(stage.actors.kill_all)
