@@ -76,23 +76,26 @@ class Lane:
         """Store the entry; returns once it is as durable as the mode says."""
         done: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
         write = Append(stream, entry, notice_tag, self._keys.stream(stream), time.monotonic(), done)
-        await self._submit(write)
+        if not self._has_room(write):
+            await self._wait_for_room(write)
+        self._submit(write)
+        await done
 
     async def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Entry | None:
         """Store the entry if `after` is the last one; None when done, else the entry that is last."""
         done: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
         write = TakeOver(stream, entry, after, self._keys.stream(stream), time.monotonic(), done)
-        return await self._submit(write)
-
-    async def _submit(self, write: Append) -> Entry | None:
         if not self._has_room(write):
             await self._wait_for_room(write)
+        self._submit(write)
+        return await done
+
+    def _submit(self, write: Append) -> None:
         if not self._tasks:
             raise self._unavailable(write.started, "the store is closed")
         self.waiting_bytes += write.size_bytes
         self._queue.append(write)
         self._ready.set()
-        return await write.done
 
     def _has_room(self, write: Append) -> bool:
         """A write that is larger than all the room there is goes alone."""

@@ -24,7 +24,7 @@ GENESIS = bytes(DIGEST_BYTES)
 """The 'digest of the previous event' of a stream's first event."""
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
+class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is stored of one event, around the event itself."""
 
     event_id: bytes
@@ -33,7 +33,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     event: AnyEvent
 
 
-class Entry(msgspec.Struct, frozen=True, eq=False):
+class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One append as stored: events `last_sequence - count + 1` to `last_sequence` of epoch `epoch`."""
 
     epoch: int
@@ -74,6 +74,7 @@ class Recorded(NamedTuple):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
+_ARRAY_OF_ONE = b"\x91"
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 UPCASTERS: dict[str, Callable[[list[Any]], list[Any]]] = {}
@@ -94,6 +95,11 @@ def encode_entry(
     time_ns: int,
 ) -> tuple[Entry, bytes]:
     """The entry for events after `after_sequence`, and the digest of the last of them."""
+    if len(events) == 1:
+        (event_id,) = event_ids
+        encoded = _encoder.encode(Envelope(event_id, previous_digest, time_ns, events[0]))
+        digest = digest_of(encoded)
+        return Entry(epoch, after_sequence + 1, 1, _ARRAY_OF_ONE + encoded, digest), digest
     envelopes: list[bytes] = []
     for event_id, event in zip(event_ids, events, strict=True):
         encoded = _encoder.encode(Envelope(event_id, previous_digest, time_ns, event))

@@ -16,8 +16,11 @@ from typing import Literal
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="tag"):
-    """The base of all events. Never instantiated itself."""
+class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="tag", gc=False):
+    """The base of all events. Never instantiated itself.
+
+    Events hold plain values and so never refer to themselves: the garbage collector need not look at them.
+    """
 
 
 # --- any stream --------------------------------------------------------------------------------------------------

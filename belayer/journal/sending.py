@@ -91,54 +91,51 @@ class Sender:
 
     async def _send(self, link: Link, group: Sequence[Append], timeout_s: float) -> None:
         """One attempt at the group. Again when some writes must wait; LinkLostError when their outcome is unknown."""
-        again: str | None = None
-        unknown = [write for write in group if self._is_unknown(write)]
-        found = await self._look(link, unknown, timeout_s) if unknown else []
-        sent = [write for write in group if not write.done.done() and write not in found] if unknown else group
-        packed: list[bytes] = []
-        for write in sent:
-            packed.append(write.pack(self._keys, self._shard, self._tails.get(write.stream) == _EMPTY))
-        confirm = self._confirm(timeout_s, bool(found))
-        count = sum(write.replies for write in sent) + len(confirm)
-        replies = await link.exchange(packed + confirm, count, timeout_s)
+        tails = self._tails
+        found: list[Append] = []
+        if unknown := [write for write in group if self._is_unknown(write)]:
+            found = await self._look(link, unknown, timeout_s)
+            group = [write for write in group if not write.done.done() and write not in found]
+        packed = [write.pack(self._keys, self._shard, tails.get(write.stream) == _EMPTY) for write in group]
+        count = sum([write.replies for write in group])
+        packed += (confirm := self._confirm(timeout_s, bool(found)))
+        replies = await link.exchange(packed, count + len(confirm), timeout_s)
+        stored, refused, again = self._judge(group, replies)
+        if confirm:
+            self._check_confirmed(replies[-1])
+        if link is self._link:
+            for write in stored:
+                tails[write.stream] = (write.entry.last_sequence, write.entry.digest)
+        if refused and (late := await self._look(link, refused, timeout_s)):
+            if confirm := self._confirm(timeout_s, True):
+                self._check_confirmed((await link.exchange(confirm, len(confirm), timeout_s))[-1])
+            found += late
+        for write in stored + found:
+            write.settle(None)
+        if again:
+            if again.startswith(ELSEWHERE):
+                link.close()
+            raise Again(again)
+
+    def _judge(self, group: Sequence[Append], replies: Sequence[Reply]) -> tuple[list[Append], list[Append], str]:
+        """The writes that are stored, those that were refused by their id, and why the others must be sent again."""
         stored: list[Append] = []
         refused: list[Append] = []
+        again = ""
         at = 0
-        for write in sent:
+        for write in group:
+            end = at + write.replies
             try:
-                if self._is_stored(write, replies[at : at + write.replies]):
+                if write.judge(self.address, replies, at, end):
                     stored.append(write)
             except Again as error:
                 again = error.cause
             except Refused:
                 refused.append(write)
-            at += write.replies
-        if confirm:
-            self._check_confirmed(replies[-1])
-        if link is self._link:
-            for write in stored:
-                self._tails[write.stream] = (write.entry.last_sequence, write.entry.digest)
-        if refused and (late := await self._look(link, refused, timeout_s)):
-            if confirm := self._confirm(timeout_s, True):
-                self._check_confirmed((await link.exchange(confirm, len(confirm), timeout_s))[-1])
-            found += late
-        for write in (*found, *stored):
-            write.settle(None)
-        if again is not None:
-            if again.startswith(ELSEWHERE):
-                link.close()
-            raise Again(again)
-
-    def _is_stored(self, write: Append, replies: Sequence[Reply]) -> bool:
-        """True when the write is stored; False when it is settled otherwise. Again, Refused."""
-        try:
-            last = write.judge(self.address, replies)
-        except JournalError as error:
-            write.settle(error)
-            return False
-        if last is not None:
-            write.settle(last)
-        return last is None
+            except JournalError as error:
+                write.settle(error)
+            at = end
+        return stored, refused, again
 
     def _is_unknown(self, write: Append) -> bool:
         """Whether an append may not be sent before a look at its stream."""

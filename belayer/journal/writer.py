@@ -17,6 +17,7 @@ from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, tag_of
 from belayer.journal.store import JournalStore
 
 _READ_LIMIT = 1000
+_NOTICED = frozenset(NOTICED)
 
 
 class Reader:
@@ -81,15 +82,14 @@ class StreamWriter:
         """Store the events as one atomic group; the sequence of the last. Returns once they are durable as said."""
         if self._uncertain is not None:
             raise ProtocolError(f"{self.stream}: an earlier append has no known outcome; call retry() first")
-        entry, digest = encode_entry(
-            self.epoch,
-            self.sequence,
-            self._digest,
-            events,
-            [new_event_id() for _ in events],
-            time.time_ns() if time_ns is None else time_ns,
-        )
-        notice = next((tag_of(event) for event in events if isinstance(event, NOTICED)), None)
+        event_ids = [new_event_id() for _ in events]
+        now_ns = time.time_ns() if time_ns is None else time_ns
+        entry, digest = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
+        notice = None
+        for event in events:
+            if type(event) in _NOTICED:
+                notice = tag_of(event)
+                break
         self._uncertain = (entry, digest, notice)
         return await self.retry()
 

@@ -96,17 +96,19 @@ class Append:
         self.replies = len(commands)
         return b"".join(commands)
 
-    def judge(self, address: str, replies: Sequence[Reply]) -> Entry | None:
-        """None when the entry is stored; Again, Refused or a JournalError when it is not."""
-        reply = replies[-1]
+    def judge(self, address: str, replies: Sequence[Reply], at: int, end: int) -> bool:
+        """From the replies `at` to `end`: True when the entry is stored; Again, Refused or a JournalError when not."""
+        reply = replies[end - 1]
+        if type(reply) is bytes:
+            return True
         if isinstance(reply, list):
             reply = reply[0]  # pyright: ignore[reportUnknownVariableType]
         if isinstance(reply, hiredis.ReplyError):
-            queued = (reply for reply in replies if isinstance(reply, hiredis.ReplyError))
+            queued = (reply for reply in replies[at:end] if isinstance(reply, hiredis.ReplyError))
             raise judged_error(address, next(queued, reply))
         if reply is None:
             raise Refused
-        return None
+        return True
 
 
 class TakeOver(Append):
@@ -131,16 +133,17 @@ class TakeOver(Append):
         arguments = (entry_id(self.entry), self.entry.body, str(self.stream), *after)
         return pack((b"EVAL", TAKE_OVER, b"2", self.key, keys.names(shard), *arguments))
 
-    def judge(self, address: str, replies: Sequence[Reply]) -> Entry | None:
-        """None when stored, else the entry that is the stream's last one; Again or a JournalError otherwise."""
-        reply = replies[-1]
+    def judge(self, address: str, replies: Sequence[Reply], at: int, end: int) -> bool:
+        """True when stored; False when another entry is last, which is then the outcome. Again or a JournalError."""
+        reply = replies[at]
         if isinstance(reply, hiredis.ReplyError):
             raise judged_error(address, reply)
         if reply == 1:
-            return None
+            return True
         if reply == 0:
             raise WrongSequenceError(str(self.stream), 0 if self.after is None else self.after.last_sequence, 0)
         last = stored_entry(self.stream, reply[0], reply[1])
         if error := takeover_refusal(self.stream, self.after, last):
             raise error
-        return last
+        self.settle(last)
+        return False

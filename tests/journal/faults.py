@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ async def command(url: str, *parts: str) -> Any:
         return await server.ask(*parts)
     finally:
         server.close()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 async def raw(url: str, request: bytes) -> bytes:

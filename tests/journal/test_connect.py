@@ -10,15 +10,7 @@ from belayer.errors import InputError, JournalUnavailableError, ServerRefusedErr
 from belayer.journal.address import parse_address
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
-from tests.journal.faults import command, stored, written
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.journal.faults import command, free_port, stored, written
 
 
 @pytest.mark.parametrize(

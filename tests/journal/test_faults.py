@@ -334,12 +334,14 @@ async def test_out_of_memory_until_the_deadline_says_so_and_stores_nothing(serve
 async def test_a_server_busy_with_a_script_is_waited_for(server: EmbeddedServer) -> None:
     store = await opened(server.url)
     writer = await written(store)
-    script = asyncio.create_task(command(server.url, "EVAL", "local i = 0; while i < 300000000 do i = i + 1 end", "0"))
+    script = asyncio.create_task(raw(server.url, b"EVAL 'while true do end' 0\r\n"))
     await until(lambda: is_busy(server.url), what="BUSY")
     waiting = asyncio.create_task(writer.append(generation(9)))
     await asyncio.wait([waiting], timeout=0.1)
-    await asyncio.wait([script])
+    assert not waiting.done()
+    assert await raw(server.url, b"SCRIPT KILL\r\n") == b"+OK\r\n"
     assert await waiting == 5
+    assert b"killed" in await script
     await store.close()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ from belayer.journal.connect import open_store
 from belayer.journal.durability import PROMISES, Durability
 from belayer.journal.embedded import EmbeddedServer, shipped_server
 from belayer.journal.server_checks import judge, version_of
-from tests.journal.faults import command, stored, written
+from tests.journal.faults import command, free_port, generation, stored, written
+from tests.waiting import until
 
 FIT = {
     "redis_version": "8.0.2",
@@ -88,6 +92,25 @@ async def test_mode_fsync_needs_a_server_that_has_it(tmp_path: Path) -> None:
 
 
 async def test_mode_replicated_waits_for_its_replicas(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path / "a") as primary:
+    port = free_port()
+    async with EmbeddedServer(tmp_path / "a", port=port) as primary, EmbeddedServer(tmp_path / "b") as replica:
         with pytest.raises(ServerRefusedError, match="needs 1 connected replicas"):
             await open_store(primary.url, durability="replicated")
+        await command(replica.url, "REPLICAOF", "127.0.0.1", str(port))
+        await until(lambda: is_followed(primary.url), what="replication")
+        store = await open_store(primary.url, durability="replicated", timeout_s=10.0)
+        writer = await written(store)
+        os.kill(replica.pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(writer.append(generation(9)))
+        await asyncio.wait([waiting], timeout=0.2)
+        assert not waiting.done()
+        os.kill(replica.pid, signal.SIGCONT)
+        assert await waiting == 5
+        assert len(await stored(store)) == 5
+        await store.close()
+        with pytest.raises(ServerRefusedError, match="it is a replica"):
+            await open_store(replica.url)
+
+
+async def is_followed(url: str) -> bool:
+    return b"state=online" in await command(url, "INFO", "replication")

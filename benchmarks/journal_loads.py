@@ -1,0 +1,161 @@
+"""The loads that `benchmarks.journal` measures: the journal's own appends and raw pipelined XADD of the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import redis
+
+from belayer import ids
+from belayer.journal.codec import Entry
+from belayer.journal.durability import Durability
+from belayer.journal.events import TokensAppended
+from belayer.journal.redis_store import RedisStore
+from belayer.journal.writer import Reader, StreamWriter, take_over
+
+RAW_PIPELINE = 256
+
+
+@dataclass
+class Measured:
+    """One measurement. Latencies: one an append, from the call (or its due time) to the acknowledgement."""
+
+    chunks: int
+    wall_s: float
+    cpu_s: float
+    latencies_s: list[float]
+
+    @property
+    def rate(self) -> float:
+        return self.chunks / self.wall_s
+
+    def latency_ms(self, share: float) -> float:
+        """The latency that this share of the appends did not exceed."""
+        ordered = sorted(self.latencies_s)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "chunks_per_s": round(self.rate),
+            "p50_ms": round(self.latency_ms(0.5), 3),
+            "p99_ms": round(self.latency_ms(0.99), 3),
+            "worst_ms": round(max(self.latencies_s) * 1e3, 3),
+            "client_cpu_us_per_chunk": round(self.cpu_s / self.chunks * 1e6, 1),
+        }
+
+
+class Chunks:
+    """Token chunks of one size, of random tokens and logprobs, so that nothing compresses."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._columns = [(os.urandom(4 * tokens), os.urandom(4 * tokens)) for _ in range(64)]
+
+    def event(self, number: int) -> TokensAppended:
+        token_ids, logprobs = self._columns[number % 64]
+        return TokensAppended(1, number * self.tokens, self.tokens, token_ids, logprobs, b"\x01" * self.tokens, 0)
+
+
+async def take_over_all(store: RedisStore, names: Sequence[str]) -> list[StreamWriter]:
+    """A writer for each trajectory."""
+    taken = await asyncio.gather(*(take_over(store, ids.trajectory(name), "benchmark") for name in names))
+    return [writer for writer, _ in taken]
+
+
+async def closed_loop(writers: Sequence[StreamWriter], chunks: Chunks, total: int) -> Measured:
+    """Every trajectory appends its next chunk as soon as the last one is acknowledged; `total` chunks in all."""
+    latencies: list[float] = []
+    clock = time.perf_counter
+
+    async def work(writer: StreamWriter, count: int) -> None:
+        for number in range(count):
+            begun = clock()
+            await writer.append(chunks.event(number))
+            latencies.append(clock() - begun)
+
+    share, more = divmod(total, len(writers))
+    begun, cpu = clock(), time.process_time()
+    await asyncio.gather(*(work(writer, share + (number < more)) for number, writer in enumerate(writers)))
+    return Measured(total, clock() - begun, time.process_time() - cpu, latencies)
+
+
+async def offered(writers: Sequence[StreamWriter], chunks: Chunks, per_s: float, seconds: float, seed: int) -> Measured:
+    """Chunks become due at random times (a Poisson process), each on the trajectory whose turn it is.
+
+    An append that is late because the one before it was is late from its own due time.
+    """
+    loop = asyncio.get_running_loop()
+    rng = random.Random(seed)
+    latencies: list[float] = []
+    tasks: list[asyncio.Task[None]] = []
+    locks = [asyncio.Lock() for _ in writers]
+
+    async def append(turn: int, due: float) -> None:
+        which = turn % len(writers)
+        async with locks[which]:
+            await writers[which].append(chunks.event(turn // len(writers)))
+        latencies.append(loop.time() - due)
+
+    begun, cpu = loop.time(), time.process_time()
+    due = begun
+    while (due := due + rng.expovariate(per_s)) < begun + seconds:
+        if (wait_s := due - loop.time()) > 0:
+            await asyncio.sleep(wait_s)
+        tasks.append(asyncio.create_task(append(len(tasks), due)))
+    await asyncio.gather(*tasks)
+    return Measured(len(tasks), loop.time() - begun, time.process_time() - cpu, latencies)
+
+
+async def lost_and_doubled(store: RedisStore, writers: Sequence[StreamWriter], acknowledged: int) -> tuple[int, int]:
+    """How many acknowledged chunks are not in the journal, and how many are there twice. Checks every chain."""
+    found: list[bytes] = []
+    for writer in writers:
+        events = await Reader(store, writer.stream).catch_up()
+        found += [recorded.event_id for recorded in events if isinstance(recorded.event, TokensAppended)]
+    distinct = len(set(found))
+    return max(0, acknowledged - distinct), len(found) - distinct
+
+
+def raw_xadd(
+    url: str, bodies: Sequence[bytes], streams: int, total: int, durability: Durability, prefix: str
+) -> Measured:
+    """redis-py with hiredis, blocking (its fastest form): pipelines of explicit ids, confirmed as the mode says."""
+    client = redis.Redis(unix_socket_path=url.removeprefix("unix://"))
+    names = [f"{prefix}-{number}" for number in range(streams)]
+    latencies: list[float] = []
+    begun, cpu, sent = time.perf_counter(), time.process_time(), 0
+    while sent < total:
+        started = time.perf_counter()
+        pipeline = client.pipeline(transaction=False)
+        batch = min(streams, RAW_PIPELINE, total - sent)
+        for at in range(sent, sent + batch):
+            pipeline.xadd(names[at % streams], {"e": bodies[at % len(bodies)]}, id=f"1-{at // streams + 1}")
+        if durability is Durability.FSYNC:
+            pipeline.execute_command("WAITAOF", 1, 0, 0)
+        elif durability is Durability.REPLICATED:
+            pipeline.execute_command("WAIT", 1, 0)
+        pipeline.execute()
+        latencies += [time.perf_counter() - started] * batch
+        sent += batch
+    measured = Measured(total, time.perf_counter() - begun, time.process_time() - cpu, latencies)
+    client.close()
+    return measured
+
+
+def redis_benchmark(executable: str, url: str, body_bytes: int, total: int) -> float:
+    """XADD/s of redis-benchmark, pipelined by 64 on one connection."""
+    command = [executable, "-s", url.removeprefix("unix://"), "-c", "1", "-P", "64", "-n", str(total), "-q"]
+    ran = subprocess.run(
+        [*command, "XADD", "redis-benchmark", "*", "e", "x" * body_bytes], check=True, capture_output=True, text=True
+    )
+    return float(ran.stdout.split("requests per second")[0].split()[-1])
+
+
+def bodies_of(entries: Sequence[Entry]) -> list[bytes]:
+    return [entry.body for entry in entries]
