@@ -94,7 +94,7 @@ class Subject:
 
 
 def read_subjects(options: Options) -> list[Subject]:
-    """The trajectories, without their images. InputError for whatever cannot be run."""
+    """The trajectories, longest first, without their images. InputError for whatever cannot be run."""
     subjects: list[Subject] = []
     prompts: dict[tuple[int, ...], str] = {}
     for path in recording.find(options.trajectories):
@@ -111,7 +111,7 @@ def read_subjects(options: Options) -> list[Subject]:
             )
         environment = {**chat.recording.environment, "PYTHONHASHSEED": "0"}
         subjects.append(Subject(chat, package, SandboxSpec("", chat.recording.workdir, environment, SETUP)))
-    return subjects
+    return sorted(subjects, key=lambda subject: -sum(map(len, subject.chat.token_recording().turns)))
 
 
 async def run_demo(options: Options, board: Board) -> DemoReport:

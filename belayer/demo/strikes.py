@@ -7,8 +7,10 @@ again at the next fitting instant. A kind that found no instant before the traje
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from belayer.demo.view import View
 from belayer.errors import JournalUnavailableError
 from belayer.processes import kill
 
+_LEAST_TURNS = 3
+"""How many turns a failure that was put off gets at least."""
 _PHASE_S = 30.0
 """How long to wait for what must follow within a strike (a recovery to begin, say)."""
 
@@ -45,18 +49,36 @@ class Striker:
     redis: asyncio.Lock
     struck: list[Struck] = field(default_factory=list)
     missed: list[Planned] = field(default_factory=list)
+    _give_up_at: int = sys.maxsize
 
     async def strike_all(self, plan: Sequence[Planned]) -> None:
-        """Carry the plan out; returns when all have struck or the trajectory has ended."""
-        for planned in plan:
+        """Carry the plan out; returns when all have struck or the trajectory has ended.
+
+        A failure that has found no instant when the next one's comes is put off behind the others.
+        """
+        waiting = deque(plan)
+        while waiting and not self.view.ended:
+            planned = waiting.popleft()
+            next_number = waiting[0].number if waiting else sys.maxsize
+            self._give_up_at = max(next_number, self.view.trajectory.generations + _LEAST_TURNS)
             hit = None
-            while hit is None and not self.view.ended:
+            while hit is None and not self._over(self.view):
                 hit = await self._strike(planned)
             if hit is None:
-                self.missed.append(planned)
+                waiting.append(planned)
             else:
                 self.struck.append(hit)
                 await self._recovered(hit.victim)
+        self.missed.extend(waiting)
+
+    def _over(self, view: View) -> bool:
+        """Whether the failure at hand has had its time."""
+        return view.ended or view.trajectory.generations >= self._give_up_at
+
+    async def _until(self, there: Callable[[View], bool]) -> bool:
+        """True as soon as the view is there; False when the failure at hand has had its time before."""
+        await self.view.until(lambda view: self._over(view) or there(view))
+        return there(self.view)
 
     async def _recovered(self, victim: str) -> None:
         """Wait until the rollout goes on in a container that is not the victim."""
@@ -80,14 +102,14 @@ class Striker:
                 return await self._redis(planned)
 
     async def _in_generation(self, planned: Planned, at_ease: bool = False) -> int:
-        """Wait until the planned generation, or a later one, has enough tokens; its number, 0 when all has ended.
+        """Wait until the planned generation, or a later one, has enough tokens; its number, 0 when none came.
 
         With `at_ease` also until nothing else goes on: no checkpoint, no recovery.
         """
 
         def there(view: View) -> bool:
             current = view.trajectory.generation
-            return view.ended or (
+            return (
                 view.trajectory.phase == "open"
                 and (view.at_ease or not at_ease)
                 and current is not None
@@ -95,7 +117,8 @@ class Striker:
                 and current.count >= (planned.tokens if current.number == planned.number else 1)
             )
 
-        await self.view.until(there)
+        if not await self._until(there):
+            return 0
         await asyncio.sleep(planned.delay_s)
         current = self.view.trajectory.generation
         return 0 if self.view.ended or current is None else current.number
@@ -137,9 +160,10 @@ class Striker:
     async def _action(self, planned: Planned) -> Struck | None:
         def there(view: View) -> bool:
             action = view.trajectory.action
-            return view.ended or (view.at_ease and action is not None and action.action >= planned.number)
+            return view.at_ease and action is not None and action.action >= planned.number
 
-        await self.view.until(there)
+        if not await self._until(there):
+            return None
         await asyncio.sleep(planned.delay_s)
         action, commits = self.view.trajectory.action, self.view.commits
         if action is None or self.view.ended:
@@ -151,13 +175,12 @@ class Striker:
     async def _checkpoint(self, planned: Planned) -> Struck | None:
         def there(view: View) -> bool:
             started = view.sandbox.open_checkpoint
-            return view.ended or (
-                started is not None and started.boundary >= planned.number and view.sandbox.phase == "live"
-            )
+            return started is not None and started.boundary >= planned.number and view.sandbox.phase == "live"
 
-        await self.view.until(there)
+        if not await self._until(there):
+            return None
         started = self.view.sandbox.open_checkpoint
-        if started is None or self.view.ended:
+        if started is None:
             return None
         return await self._kill_container(planned, f"in checkpoint {started.checkpoint}")
 
