@@ -1,0 +1,67 @@
+"""`belayer timeline`: what happened to a trajectory, from a live journal or an exported file."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from belayer.cli.options import ExportFile, Namespace, Url, open_journal
+from belayer.errors import UnknownStreamError
+
+if TYPE_CHECKING:
+    from replay.timeline.model import Story
+
+HELP = """Show what happened to a trajectory: turns, checkpoints, failures, recoveries, and what a rewind superseded.
+
+In the terminal, or as one HTML file that opens anywhere.
+
+Examples:
+
+  belayer timeline django-11039 --url redis://journal:6379
+
+  belayer timeline django-11039 --file night-run.journal --html django.html
+"""
+
+
+def timeline(
+    trajectory: Annotated[str, typer.Argument(help="The trajectory, as `belayer status` names it.")],
+    file: ExportFile = None,
+    html: Annotated[Path | None, typer.Option(help="Write one HTML file instead.", dir_okay=False)] = None,
+    url: Url = None,
+    namespace: Namespace = "default",
+) -> None:
+    name = trajectory.removeprefix("trajectory/")
+    if file is not None:
+        from replay.timeline.source import from_file
+
+        story = from_file(file, name)
+    else:
+        story = asyncio.run(_from_journal(name, url, namespace))
+    if html is not None:
+        from replay.timeline.page import write_page
+
+        write_page(story, html)
+        sys.stdout.write(f"{html}\n")
+    else:
+        from rich.console import Console
+
+        from replay.timeline.terminal import show
+
+        show(story, Console())
+
+
+async def _from_journal(name: str, url: str | None, namespace: str) -> Story:
+    from belayer import ids
+    from belayer.journal.export import read_entries
+    from replay.timeline.source import from_entries, tells_of
+
+    async with open_journal(url, namespace) as store:
+        if await store.last(ids.trajectory(name)) is None:
+            raise UnknownStreamError(f"trajectory/{name}")
+        streams = [stream for stream in await store.streams() if tells_of(stream, name)]
+        entries = [(stream, entry) for stream in streams async for entry in read_entries(store, stream)]
+    return from_entries(entries, name)

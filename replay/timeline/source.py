@@ -1,0 +1,76 @@
+"""Gets a trajectory's story out of an exported file, or out of entries that the caller has read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from belayer import ids
+from belayer.errors import UnknownStreamError
+from belayer.ids import StreamId, StreamKind
+from belayer.journal.codec import Entry, Recorded, decode_entry
+from belayer.journal.events import GenerationResumed, GenerationStarted, TokensAppended
+from belayer.journal.export import read_export
+from replay.audit import audit
+from replay.timeline.build import build
+from replay.timeline.model import Story
+
+
+def from_file(path: Path, name: str) -> Story:
+    """The story of that trajectory. UnknownStreamError, with what the file has, when it is not there."""
+    there: list[str] = []
+
+    def wanted(stream: StreamId) -> bool:
+        if stream.kind is StreamKind.TRAJECTORY:
+            there.append(stream.name)
+        return tells_of(stream, name)
+
+    entries = list(read_export(path, wanted))
+    trajectory = ids.trajectory(name)
+    if all(stream != trajectory for stream, _ in entries):
+        some = ", ".join(sorted(there)[:5]) + (", ..." if len(there) > 5 else "")
+        raise UnknownStreamError(str(trajectory), f"{path} has {some or 'no trajectories'}")
+    return from_entries(entries, name)
+
+
+def tells_of(stream: StreamId, name: str) -> bool:
+    """Whether the stream says something about the trajectory: its own, its sandbox's, any worker's and run's."""
+    return stream.kind in (StreamKind.WORKER, StreamKind.RUN) or stream.name == name
+
+
+def from_entries(entries: list[tuple[StreamId, Entry]], name: str) -> Story:
+    """The story that these entries tell; those of one stream stand together."""
+    streams = {stream: _events(group) for stream, group in groupby(entries, key=itemgetter(0))}
+    used = _engines(streams.get(ids.trajectory(name), []))
+    relevant = {
+        stream: events
+        for stream, events in streams.items()
+        if stream.kind is not StreamKind.WORKER or stream.name in used
+    }
+    story = build(name, relevant)
+    story.findings = len(audit((stream, entry) for stream, entry in entries if stream in relevant).findings)
+    return story
+
+
+def _events(group: Iterable[tuple[StreamId, Entry]]) -> list[Recorded]:
+    return [
+        _without_tokens(recorded)
+        for stream, entry in group
+        for recorded in decode_entry(stream, entry.epoch, entry.last_sequence, entry.body)
+    ]
+
+
+def _without_tokens(recorded: Recorded) -> Recorded:
+    if not isinstance(recorded.event, TokensAppended):
+        return recorded
+    return recorded._replace(event=replace(recorded.event, token_ids=b"", logprobs=b"", loss_mask=b""))
+
+
+def _engines(trajectory: list[Recorded]) -> set[str]:
+    """The workers that served the trajectory."""
+    events = (recorded.event for recorded in trajectory)
+    return {event.worker for event in events if isinstance(event, GenerationStarted | GenerationResumed)}
