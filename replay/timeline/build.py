@@ -59,6 +59,7 @@ class _Builder:
         self._lives = Lives(self.story)
         self._generation: Generation | None = None
         self._action: Action | None = None
+        self._sandbox_ns = 0
 
     def take(self, recorded: Recorded) -> None:
         self.story.events += 1
@@ -67,6 +68,7 @@ class _Builder:
                 self.story.end_ns = max(self.story.end_ns, recorded.time_ns)
                 self._take_trajectory(recorded)
             case StreamKind.SANDBOX:
+                self._sandbox_ns = max(self._sandbox_ns, recorded.time_ns)
                 self._lives.take_sandbox(recorded)
             case StreamKind.WORKER:
                 self._lives.take_engine(recorded, self._engine_in_use())
@@ -76,6 +78,8 @@ class _Builder:
     def finished(self) -> Story:
         """The story, without the engines that came and went outside the trajectory's time."""
         story = self.story
+        if story.ending not in ("finished", "aborted"):
+            story.end_ns = max(story.end_ns, self._sandbox_ns)
         story.lives = [
             life
             for life in story.lives
