@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from belayer.sandbox import layer
-from belayer.sandbox.manifest import Manifest
+from belayer.sandbox.captured import Captured, rebase
+from belayer.sandbox.layer import fill
+from belayer.sandbox.manifest import IMAGES, LAYER, Manifest, read_index
 
 CLIMB = "../" * 40
 """More levels than any folder that Docker or containerd unpacks to; / is its own parent."""
 
 
-def fill_layer(checkpoint: Path, upper: Path, timeout_s: float) -> None:
-    """Copy the saved layer into the new container's, which is not mounted yet."""
-    layer.copy(checkpoint / "layer", upper, timeout_s)
+def fill_layer(checkpoint: Path, upper: Path) -> Captured | None:
+    """Copy the saved layer into the new container's, which is not mounted yet; what its first capture may reuse."""
+    fill(checkpoint / LAYER, upper)
+    index = read_index(checkpoint)
+    return None if index is None else rebase(upper, index)
 
 
 def link_images(checkpoint: Path, manifest: Manifest, folder: Path) -> None:
     """Lay the images out where Docker looks for them, as links."""
     folder.mkdir(mode=0o700, parents=True)
-    images = (checkpoint / "images").resolve()
+    images = (checkpoint / IMAGES).resolve()
     for name in manifest.images:
         (folder / name).symlink_to(CLIMB + str(images / name).lstrip("/"))

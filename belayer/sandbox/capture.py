@@ -1,41 +1,62 @@
 """full_checkpoint: a container's writable layer and processes, at one instant, into a folder that is then published.
 
-Order: refuse what would not be captured whole; start CRIU; freeze; verify, frozen, that the runner is idle after the
-expected action and that no process is outside its tree; dump; copy the layer while the processes are still held; thaw,
-whatever happened; and only then digests, fsync, manifest, rename. Should this process die at any point, its lock goes
-with it: the next to look thaws the container, and the folder, never published, is removed.
+Order: refuse what would not be captured whole; copy the layer while it may still move; freeze; verify, frozen, that the
+runner is idle after the expected action and that no process is outside its tree; dump the processes, unless there is
+nothing but the idle runner; make the copy of the layer exact, the processes still held; thaw, whatever happened; and
+only then digests, fsync, manifest, rename. Should this process die at any point, its lock goes with it: the next to
+look thaws the container, and the folder, never published, is removed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
 from belayer.processes import is_alive
-from belayer.sandbox import layer
+from belayer.sandbox.captured import Captured, file_digest
 from belayer.sandbox.containers import RUN_LABEL, TRAJECTORY_LABEL, Container
 from belayer.sandbox.control import read_marker
-from belayer.sandbox.criu import Criu, CriuError, Target, Worker
+from belayer.sandbox.criu import Criu, CriuError, Target
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
-from belayer.sandbox.manifest import Manifest, boot_id, write_manifest
+from belayer.sandbox.layer import LayerCapture
+from belayer.sandbox.manifest import IMAGES, LAYER, LAYER_INDEX, RUNNER_STATE, Manifest, boot_id, write_manifest
 from belayer.sandbox.mounts import external_mounts
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
+from belayer.sandbox.quiet import mapped_inodes, noise
 from belayer.sandbox.tree import described, is_dying, outsiders
 
 LOCK_S = 5.0
 SETTLE_S = 1.0
 """How long the runner may take from delivering its answer to saying that it is idle."""
 POLL_S = 0.001
+FREEZE_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerState:
+    """What the runner told before the freeze; it holds as long as its marker is the same."""
+
+    state: bytes
+    """For a fresh runner that goes on in its place."""
+    has_ipc_objects: bool
 
 
 class Capture:
     """One full_checkpoint. `run` blocks, in a thread; `cancel` makes it give up soon, from any thread."""
 
     def __init__(
-        self, home: Home, criu: Criu, incarnation: Incarnation, container: Container, name: str, action: int
+        self,
+        home: Home,
+        criu: Criu,
+        incarnation: Incarnation,
+        container: Container,
+        name: str,
+        action: int,
+        runner: RunnerState,
     ) -> None:
         self._home = home
         self._criu = criu
@@ -43,7 +64,10 @@ class Capture:
         self._container = container
         self._name = name
         self._action = action
+        self._runner = runner
+        self._traits = home.traits(incarnation.name)
         self._cancelled = threading.Event()
+        self._noise = ""
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -51,14 +75,13 @@ class Capture:
     def run(self, timeout_s: float) -> CheckpointReport:
         """CheckpointRefusedError, CheckpointFailedError or SandboxFailedError: nothing is left, nothing is frozen."""
         started = time.monotonic()
-        deadline = started + timeout_s
         try:
             with self._home.locked(self._incarnation.name, LOCK_S) as lock:
-                return self._locked(lock, started, deadline)
+                return self._locked(lock, started, started + timeout_s)
         except FileNotFoundError:
             raise SandboxFailedError(self._incarnation.name, "its folder is gone") from None
-        except TimeoutError as error:
-            cause = str(error) or "another checkpoint of it is at work"
+        except TimeoutError:
+            cause = "another checkpoint of it is at work"
             raise CheckpointRefusedError(self._incarnation.name, cause) from None
 
     def _locked(self, lock: int, started: float, deadline: float) -> CheckpointReport:
@@ -66,41 +89,72 @@ class Capture:
         freezer.thaw()  # a dead checkpointer's
         self._refuse_outsiders(freezer.processes())
         self._await_idle(deadline)
+        known = self._home.captured(self._incarnation.name)
+        saved = None if known is None else self._home.checkpoint(known.checkpoint) / LAYER
         try:
-            with self._home.partial(self._name) as folder, self._criu.worker(keep_open=[lock]) as worker:
-                (folder / "images").mkdir(mode=0o700)
-                (folder / "layer").mkdir(mode=0o700)
-                target = Target(
-                    self._incarnation.pid,
-                    self._container.merged,
-                    freezer.folder,
-                    external_mounts(self._incarnation.pid),
-                )
-                frozen_s = self._frozen(freezer, worker, target, folder, deadline)
-                size_bytes = self._seal(folder, frozen_s)
+            with self._home.partial(self._name) as folder:
+                for part in (IMAGES, LAYER):
+                    (folder / part).mkdir(mode=0o700)
+                with LayerCapture(self._container.upper, folder / LAYER, known, saved) as layer:
+                    mapped = mapped_inodes(freezer.processes())
+                    layer.prepare()
+                    frozen_s = self._frozen(freezer, lock, layer, mapped, folder, deadline)
+                    captured = layer.finish(self._name)
+                size_bytes = self._seal(folder, captured, frozen_s)
                 self._stop_if_cancelled()
                 self._home.publish(folder, self._name)
+            self._home.set_captured(self._incarnation.name, captured)
         except (CriuError, OSError) as error:
             raise CheckpointFailedError(self._name, str(error)) from None
         return CheckpointReport(size_bytes, frozen_s, time.monotonic() - started)
 
-    def _frozen(self, freezer: Freezer, worker: Worker, target: Target, folder: Path, deadline: float) -> float:
+    def _frozen(
+        self, freezer: Freezer, lock: int, layer: LayerCapture, mapped: set[int], folder: Path, deadline: float
+    ) -> float:
         self._stop_if_cancelled()
-        began = time.monotonic()
-        freezer.freeze(self._incarnation.name)
+        began = self._freeze_idle(freezer, deadline)
         try:
             held = freezer.processes()
             self._verify(held)
-            worker.dump(
-                target,
-                folder / "images",
-                _left(deadline),
-                before_thaw=lambda: layer.copy(self._container.upper, folder / "layer", _left(deadline)),
-                still_wanted=lambda: self._in_the_way(held),
-            )
+            self._noise = self._noise_among(held)
+            if self._noise:
+                self._dump(lock, held, layer, mapped, folder, deadline)
+            else:
+                layer.settle(())
         finally:
             freezer.thaw()
         return time.monotonic() - began
+
+    def _freeze_idle(self, freezer: Freezer, deadline: float) -> float:
+        """Freeze; when that was. The runner may just be answering somebody: then it is let finish, a few times."""
+        for _ in range(FREEZE_TRIES):
+            began = time.monotonic()
+            freezer.freeze(self._incarnation.name)
+            if self._frozen_marker(freezer) != ("busy", self._action):
+                return began
+            freezer.thaw()
+            self._await_idle(deadline)
+        raise CheckpointRefusedError(self._incarnation.name, "its runner is too busy answering")
+
+    def _dump(
+        self, lock: int, held: list[int], layer: LayerCapture, mapped: set[int], folder: Path, deadline: float
+    ) -> None:
+        freezer = self._alive_freezer()
+        mounts = external_mounts(self._incarnation.pid)
+        target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts)
+        with self._criu.worker(keep_open=[lock]) as worker:
+            worker.dump(
+                target,
+                folder / IMAGES,
+                max(1.0, deadline - time.monotonic()),
+                before_thaw=lambda: layer.settle(mapped | mapped_inodes(held)),
+                still_wanted=lambda: self._in_the_way(held),
+            )
+
+    def _noise_among(self, held: list[int]) -> str:
+        if self._runner.has_ipc_objects:
+            return "System V objects"
+        return noise(self._incarnation.pid, held, self._traits)
 
     def _in_the_way(self, held: list[int]) -> str | None:
         """Why the dump must be given up."""
@@ -114,21 +168,30 @@ class Capture:
     def _verify(self, held: list[int]) -> None:
         """With everything stopped: is this the boundary that was asked for, and all of it?"""
         self._alive_freezer()
-        marker = read_marker(self._home.control_folder(self._incarnation.name))
+        marker = self._marker()
         if marker != ("idle", self._action):
             raise CheckpointRefusedError(self._incarnation.name, f"it is {_in_words(marker)}, not after {self._action}")
         self._refuse_outsiders(held)
 
     def _await_idle(self, deadline: float) -> None:
-        control = self._home.control_folder(self._incarnation.name)
         settled = min(deadline, time.monotonic() + SETTLE_S)
-        while (marker := read_marker(control)) != ("idle", self._action):
+        while (marker := self._marker()) != ("idle", self._action):
             passed = marker is not None and (marker[1] > self._action or marker[0] == "idle")
             if passed or time.monotonic() > settled:
                 raise CheckpointRefusedError(
                     self._incarnation.name, f"it is {_in_words(marker)}, not after {self._action}"
                 )
             time.sleep(POLL_S)
+
+    def _marker(self) -> tuple[str, int] | None:
+        return read_marker(self._home.control_folder(self._incarnation.name))
+
+    def _frozen_marker(self, freezer: Freezer) -> tuple[str, int] | None:
+        try:
+            return self._marker()
+        except BaseException:
+            freezer.thaw()
+            raise
 
     def _refuse_outsiders(self, processes: list[int]) -> None:
         strangers = outsiders(self._incarnation.pid, processes)
@@ -142,11 +205,11 @@ class Capture:
             raise SandboxFailedError(self._incarnation.name, "its process 1 is gone")
         return freezer
 
-    def _seal(self, folder: Path, frozen_s: float) -> int:
-        images = {
-            path.name: (path.stat().st_size, layer.file_digest(path)) for path in sorted((folder / "images").iterdir())
-        }
-        summary = layer.summarize(folder / "layer")
+    def _seal(self, folder: Path, captured: Captured, frozen_s: float) -> int:
+        """Write what the checkpoint says of itself; its size."""
+        if not self._noise:
+            (folder / RUNNER_STATE).write_bytes(self._runner.state)
+        (folder / LAYER_INDEX).write_bytes(captured.encode())
         manifest = Manifest(
             checkpoint=self._name,
             run=self._container.labels.get(RUN_LABEL, ""),
@@ -157,10 +220,14 @@ class Capture:
             boot_id=boot_id(),
             created_at_s=time.time(),
             frozen_s=frozen_s,
-            images=images,
-            layer_entries=summary.entries,
-            layer_bytes=summary.size_bytes,
-            layer_digest=summary.digest,
+            noise=self._noise,
+            traits=self._traits,
+            images={
+                path.name: (path.stat().st_size, file_digest(path)) for path in sorted((folder / IMAGES).iterdir())
+            },
+            layer_entries=len(captured.entries),
+            layer_bytes=captured.size_bytes,
+            layer_digest=captured.digest,
         )
         write_manifest(folder, manifest)
         return manifest.size_bytes
@@ -168,10 +235,6 @@ class Capture:
     def _stop_if_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise CheckpointFailedError(self._name, "it was cancelled")
-
-
-def _left(deadline: float) -> float:
-    return max(1.0, deadline - time.monotonic())
 
 
 def _in_words(marker: tuple[str, int] | None) -> str:

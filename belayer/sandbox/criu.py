@@ -133,7 +133,7 @@ class Worker:
         target: Target,
         images: Path,
         timeout_s: float,
-        before_thaw: Callable[[], None],
+        before_thaw: Callable[[], object],
         still_wanted: Callable[[], str | None],
     ) -> None:
         """Dump the processes into the folder `images` and leave them as they were. CriuError, with its log, if not.
@@ -175,7 +175,7 @@ class Worker:
         request: Any,
         images: Path,
         timeout_s: float,
-        before_thaw: Callable[[], None],
+        before_thaw: Callable[[], object],
         still_wanted: Callable[[], str | None],
     ) -> None:
         failure: Exception | None = None
@@ -211,7 +211,7 @@ class Worker:
                 raise CriuError(f"CRIU did not answer within {timeout_s:.0f} s")
 
 
-def _failure_of(step: Callable[[], None]) -> Exception | None:
+def _failure_of(step: Callable[[], object]) -> Exception | None:
     """CRIU must hear of a failure, and let go of the processes, before the caller does."""
     try:
         step()

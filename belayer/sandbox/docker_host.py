@@ -33,13 +33,13 @@ from belayer.sandbox.criu import Criu
 from belayer.sandbox.docker_sandbox import DockerSandbox, thaw_abandoned
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home, default_home
-from belayer.sandbox.manifest import read_manifest, verify
+from belayer.sandbox.manifest import RUNNER_STATE, Manifest, read_manifest, verify
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
+from belayer.sandbox.quiet import traits
 from belayer.sandbox.tree import kill_tracers
 
 SETUP_TIMEOUT_S = 600.0
 CHECKPOINT_TIMEOUT_S = 120.0
-RESTORE_TIMEOUT_S = 120.0
 LET_GO_S = 0.5
 """How long a checkpoint at work may take to see that its container is being removed."""
 PROBE_S = 20.0
@@ -82,6 +82,7 @@ class DockerHost:
             here = self._incarnation(started)
             async with DockerSandbox(self._home, here) as sandbox:
                 await sandbox.ping(PROBE_S)
+                self._home.set_traits(incarnation, traits(here.pid))
                 for command in spec.setup:
                     done = await sandbox.set_up(command, SETUP_TIMEOUT_S)
                     if done.exit_status != 0:
@@ -143,11 +144,14 @@ class DockerHost:
         """full_checkpoint; see `capture.py`. Cancelling it gives up, thaws and cleans up before it returns."""
         if not await self.is_alive(incarnation):
             raise SandboxFailedError(incarnation.name, f"process 1 (host pid {incarnation.pid}) is gone")
+        checked_name(checkpoint)
         try:
             container = await asyncio.to_thread(self._containers.inspect, incarnation.container_id)
         except DockerRefusedError as error:
             raise SandboxFailedError(incarnation.name, str(error)) from None
-        capture = Capture(self._home, self._criu, incarnation, container, checked_name(checkpoint), action)
+        async with await self.attach(incarnation) as sandbox:
+            runner = await sandbox.state()
+        capture = Capture(self._home, self._criu, incarnation, container, checkpoint, action, runner)
         work = asyncio.ensure_future(asyncio.to_thread(capture.run, CHECKPOINT_TIMEOUT_S))
         try:
             return await asyncio.shield(work)
@@ -170,14 +174,10 @@ class DockerHost:
         await self.remove(incarnation)
         try:
             await asyncio.to_thread(verify, folder, manifest)
-            made = await asyncio.to_thread(
-                self._make, run, trajectory, incarnation, spec, manifest.image_digest, manifest.action
-            )
-            await asyncio.to_thread(bring_back.fill_layer, folder, made.upper, RESTORE_TIMEOUT_S)
-            links = self._containers.checkpoint_folder(made.id, checkpoint)
-            await asyncio.to_thread(bring_back.link_images, folder, manifest, links)
-            here = self._incarnation(await asyncio.to_thread(self._containers.start, made.id, checkpoint))
+            here = await asyncio.to_thread(self._bring_back, run, trajectory, incarnation, spec, folder, manifest)
             async with DockerSandbox(self._home, here) as sandbox:
+                if manifest.quiet:
+                    await sandbox.adopt((folder / RUNNER_STATE).read_bytes(), PROBE_S)
                 last = await sandbox.ping(PROBE_S)
             if last != manifest.action:
                 raise RestoreFailedError(checkpoint, f"its runner says {last} actions, not {manifest.action}")
@@ -211,6 +211,21 @@ class DockerHost:
         control = self._home.control_folder(incarnation)
         make_folder(control, action)
         return self._containers.create(run, trajectory, incarnation, spec, image, control)
+
+    def _bring_back(
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, folder: Path, manifest: Manifest
+    ) -> Incarnation:
+        action = None if manifest.quiet else manifest.action
+        made = self._make(run, trajectory, incarnation, spec, manifest.image_digest, action)
+        captured = bring_back.fill_layer(folder, made.upper)
+        if captured is not None:
+            self._home.set_captured(incarnation, captured)
+        self._home.set_traits(incarnation, manifest.traits)
+        checkpoint = None
+        if not manifest.quiet:
+            checkpoint = manifest.checkpoint
+            bring_back.link_images(folder, manifest, self._containers.checkpoint_folder(made.id, checkpoint))
+        return self._incarnation(self._containers.start(made.id, checkpoint))
 
     def _incarnation(self, container: Container) -> Incarnation:
         ticks = start_ticks(container.pid) if container.pid else 0

@@ -7,12 +7,14 @@ SandboxFailedError. A container that a dead checkpointer has left frozen is thaw
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from belayer.errors import SandboxFailedError
 from belayer.processes import is_alive, wait_exit
+from belayer.sandbox.capture import RunnerState
 from belayer.sandbox.control import Channel
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home
@@ -48,6 +50,20 @@ class DockerSandbox:
     async def ping(self, timeout_s: float = ANSWER_S) -> int:
         """The number of the last action begun."""
         header, _ = await self._ask({"kind": "ping"}, timeout_s)
+        return _field(self._incarnation.name, header, "last", int)
+
+    async def state(self, timeout_s: float = ANSWER_S) -> RunnerState:
+        """What the idle runner knows, for another to go on in its place."""
+        header, state = await self._ask({"kind": "state"}, timeout_s)
+        return RunnerState(state, _field(self._incarnation.name, header, "ipc", bool))
+
+    async def adopt(self, state: bytes, timeout_s: float = ANSWER_S) -> int:
+        """Make a fresh runner go on from another's state; the last action's number."""
+        try:
+            request = {"kind": "adopt", "state": json.loads(state)}
+        except ValueError:
+            raise SandboxFailedError(self._incarnation.name, "the saved state of its runner is unreadable") from None
+        header, _ = await self._ask(request, timeout_s)
         return _field(self._incarnation.name, header, "last", int)
 
     async def wait_dead(self) -> str:

@@ -21,7 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import msgspec
+
 from belayer import ids
+from belayer.sandbox.captured import Captured
 
 DEFAULT = "/var/lib/belayer"
 POLL_S = 0.01
@@ -63,6 +66,27 @@ class Home:
     def run_of(self, incarnation: str) -> str:
         """The run that a container's folder belongs to. OSError when there is no folder."""
         return (self.run_folder(incarnation) / "run").read_text()
+
+    def traits(self, incarnation: str) -> str:
+        """What process 1 was like when it was fresh; empty when nobody has written it down."""
+        with suppress(OSError):
+            return (self.run_folder(incarnation) / "traits").read_text()
+        return ""
+
+    def set_traits(self, incarnation: str, traits: str) -> None:
+        (self.run_folder(incarnation) / "traits").write_text(traits)
+
+    def captured(self, incarnation: str) -> Captured | None:
+        """What was captured last of the container; None when nothing was, or it cannot be read."""
+        with suppress(OSError, msgspec.MsgspecError):
+            return Captured.decode((self.run_folder(incarnation) / "captured").read_bytes())
+        return None
+
+    def set_captured(self, incarnation: str, captured: Captured) -> None:
+        """By rename: a reader sees the old one or the new one. OSError when the folder is gone."""
+        folder = self.run_folder(incarnation)
+        (folder / "captured.new").write_bytes(captured.encode())
+        (folder / "captured.new").rename(folder / "captured")
 
     def run_folders(self) -> list[str]:
         """Incarnations that have a folder here, whether or not a container goes with it."""

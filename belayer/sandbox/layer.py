@@ -1,105 +1,219 @@
-"""A container's writable layer: copied whole, and described by a digest.
+"""A container's writable layer, captured in two looks so that hardly anything is copied while the container is frozen.
 
-A layer's contents are hostile. Nothing in it is opened through a link, its names are bytes (any but NUL and slash), and
-special files (overlay's whiteouts are character devices 0:0) are copied as what they are. Both folders are named by
-absolute paths that must exist before, so that no slip makes one of them the root.
+`prepare` copies while processes may still write; `settle`, frozen, looks again and redoes what has changed since, so
+that the copy is the layer at that instant; `finish`, after the thaw, sets folders' times and computes digests.
+
+What is unchanged since an earlier capture is hard-linked from it. Unchanged means: the same inode with the same ctime.
+Nobody can set a ctime, and Linux 6.13 and later give every change that follows a look another one (multigrain time
+stamps); older kernels have ticks, so there a ctime younger than a tick is not believed. A write through a shared
+mapping moves the ctime only at the page's first fault: inodes so mapped at a look are not believed at the next.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
-import subprocess
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-CHUNK_BYTES = 1 << 20
+from belayer.sandbox.captured import Captured, Seen, describe
+from belayer.sandbox.scan import (
+    FOLDER,
+    Scan,
+    copy_entry,
+    copy_metadata,
+    copy_xattrs_of,
+    parent_of,
+    remove_entry,
+    scan,
+)
+
+TICK_NS = 20_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSummary:
-    """What a layer holds."""
+class LayerCapture:
+    """One capture of the layer `upper` into the empty folder `target`. OSError when the disk cannot take it."""
 
-    entries: int
-    size_bytes: int
-    digest: str
+    def __init__(self, upper: Path, target: Path, known: Captured | None = None, saved: Path | None = None) -> None:
+        """`saved` is the folder of the layer that `known` describes; it may be gone."""
+        for folder in (upper, target):
+            if not folder.is_absolute() or folder == Path("/"):
+                raise OSError(f"{folder} is not a layer's folder")
+        self._source = os.open(upper, FOLDER)
+        self._target = os.open(target, FOLDER)
+        self._saved = -1
+        self._known: dict[bytes, Seen] = {}
+        if known is not None and saved is not None:
+            with suppress(FileNotFoundError):
+                self._saved = os.open(saved, FOLDER)
+                disbelieved = frozenset(known.disbelieved)
+                self._known = {path: seen for path, seen in known.entries.items() if seen.inode not in disbelieved}
+        self._first: Scan = {}
+        self._last: Scan = {}
+        self._believed_ns = 0
+        self._reused: set[bytes] = set()
+        self._missed: set[bytes] = set()
+        self._disbelieved: set[int] = set()
+
+    def __enter__(self) -> LayerCapture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in (self._source, self._target, self._saved):
+            if fd >= 0:
+                os.close(fd)
+
+    def prepare(self) -> None:
+        """Copy all that is there. What moves meanwhile is left to `settle`."""
+        self._believed_ns = _believed_until()
+        self._first = scan(self._source)
+        self._copy(self._first)
+
+    def settle(self, mapped: Collection[int]) -> int:
+        """Make the copy exact; how many entries that took. The container is frozen; `mapped` are the inodes that are
+        mapped shared and writable, now or when `prepare` began."""
+        self._disbelieved = set(mapped)
+        self._last = scan(self._source)
+        redo: Scan = {}
+        renewed: set[bytes] = set()  # folders that are others than before: nothing in them is taken as it was
+        for path, found in self._last.items():
+            first = self._first.get(path)
+            moved = path.rpartition(b"/")[0] in renewed
+            if moved or first is None or not self._is_unchanged(path, first, found):
+                redo[path] = found
+                if moved or first is None or first.st_ino != found.st_ino:
+                    renewed.add(path)
+        for path in self._first:
+            if path not in self._last:
+                self._remove(path)
+        if redo:
+            self._redo(redo, renewed)
+        return len(redo)
+
+    def finish(self, checkpoint: str) -> Captured:
+        """After the thaw: folders' times, digests, and what the next capture needs to know."""
+        self.finish_folders()
+        known = {path: self._known[path].digest for path in self._reused if path in self._last}
+        young = [found.st_ino for found in self._last.values() if found.st_ctime_ns >= self._believed_ns]
+        return describe(self._target, self._last, checkpoint, known, sorted(self._disbelieved.union(young)))
+
+    def finish_folders(self) -> None:
+        """Folders' owners, modes and times, children first, because adding a child changes its folder's times."""
+        for path in reversed(self._last):
+            if stat.S_ISDIR(self._last[path].st_mode):
+                with parent_of(self._target, path) as (folder, name):
+                    copy_metadata(folder, name, self._last[path])
+        root = os.fstat(self._source)
+        os.fchown(self._target, root.st_uid, root.st_gid)
+        os.fchmod(self._target, stat.S_IMODE(root.st_mode))
+        os.utime(self._target, ns=(root.st_atime_ns, root.st_mtime_ns))
+
+    # --- steps ---
+
+    def _is_unchanged(self, path: bytes, first: os.stat_result, found: os.stat_result) -> bool:
+        return (
+            first.st_ino == found.st_ino
+            and first.st_ctime_ns == found.st_ctime_ns < self._believed_ns
+            and path not in self._missed
+            and found.st_ino not in self._disbelieved
+        )
+
+    def _copy(self, entries: Scan) -> None:
+        """Copy the entries, parents first, each from the earlier capture if it is unchanged since."""
+        copies: dict[int, bytes] = {}
+        for source, target, path, name in self._folders(entries):
+            found = entries[path]
+            if not stat.S_ISDIR(found.st_mode):
+                other = copies.get(found.st_ino) if found.st_nlink > 1 else None
+                if other is not None and _link(self._target, other, target, name):
+                    continue
+                if self._reuse(path, found, target, name):
+                    self._reused.add(path)
+                    copies.setdefault(found.st_ino, path)
+                    continue
+            if copy_entry(source, target, name, found):
+                copies.setdefault(found.st_ino, path)
+            else:
+                self._missed.add(path)
+
+    def _redo(self, redo: Scan, renewed: Collection[bytes]) -> None:
+        fresh: Scan = {}
+        for path, found in redo.items():
+            if stat.S_ISDIR(found.st_mode) and path not in renewed and path not in self._missed:
+                with parent_of(self._source, path) as (source, name), parent_of(self._target, path) as (target, _):
+                    copy_xattrs_of(source, target, name)
+            else:
+                fresh[path] = found
+        for path in fresh:
+            self._remove(path)
+        self._reused.difference_update(fresh)
+        self._missed.clear()
+        self._copy(fresh)
+        if self._missed:
+            raise OSError("the layer changed while its container was frozen")
+
+    def _remove(self, path: bytes) -> None:
+        with suppress(FileNotFoundError, NotADirectoryError), parent_of(self._target, path) as (folder, name):
+            remove_entry(folder, name)
+
+    def _folders(self, paths: Iterable[bytes]) -> Iterator[tuple[int, int, bytes, bytes]]:
+        """Each path with its open folder on both sides; a folder is opened once for a run of its entries."""
+        here: bytes | None = None
+        sides: list[int] = []
+        try:
+            for path in paths:
+                folder, _, name = path.rpartition(b"/")
+                if folder != here:
+                    while sides:
+                        os.close(sides.pop())
+                    here = folder
+                    with suppress(FileNotFoundError, NotADirectoryError):
+                        sides.append(_open(self._source, folder))
+                        sides.append(_open(self._target, folder))
+                if len(sides) == 2:
+                    yield sides[0], sides[1], path, name
+                else:
+                    self._missed.add(path)
+        finally:
+            while sides:
+                os.close(sides.pop())
+
+    def _reuse(self, path: bytes, found: os.stat_result, target: int, name: bytes) -> bool:
+        seen = self._known.get(path)
+        if seen is None or (seen.inode, seen.ctime_ns) != (found.st_ino, found.st_ctime_ns):
+            return False
+        return _link(self._saved, path, target, name)
 
 
-def copy(source: Path, target: Path, timeout_s: float) -> None:
-    """Copy all of `source` into the existing folder `target`: hard links, holes, xattrs, owners and times kept.
+def fill(saved: Path, upper: Path) -> None:
+    """Copy a captured layer into the empty upper folder of a container that is not started yet."""
+    with LayerCapture(saved, upper) as copy:
+        copy.prepare()
+        copy.settle(())
+        copy.finish_folders()
 
-    OSError when it cannot (a full disk, most likely); TimeoutError when it takes too long.
-    """
-    for folder in (source, target):
-        if not folder.is_absolute() or folder == Path("/") or not folder.is_dir() or folder.is_symlink():
-            raise OSError(f"{folder} is not a folder to copy from or to")
-    command = ["cp", "-a", "--reflink=auto", "--sparse=auto", "--", f"{source}/.", f"{target}/"]
+
+def _link(root: int, path: bytes, target: int, name: bytes) -> bool:
+    """Another name for a copy that is there. False when it is being removed, or has too many names."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"copying the layer took longer than {timeout_s:.0f} s") from None
-    if done.returncode != 0:
-        reason = done.stderr.decode(errors="replace").strip().splitlines()
-        raise OSError(f"copying the layer failed: {reason[-1] if reason else done.returncode}")
+        with parent_of(root, path) as (folder, other):
+            os.link(other, name, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
-def summarize(folder: Path) -> LayerSummary:
-    """Digest of every entry's name, kind, mode, owner, link target, device, xattrs and contents; times are left out."""
-    digest = hashlib.blake2b(digest_size=32)
-    entries = 0
-    size_bytes = 0
-    root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    pending = [(root, b"")]
-    try:
-        while pending:
-            parent, path = pending.pop()
-            try:
-                for name in sorted(os.fsencode(entry.name) for entry in os.scandir(parent)):
-                    found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-                    entries += 1
-                    _add(digest, path + b"/" + name, str((found.st_mode, found.st_uid, found.st_gid)).encode())
-                    if stat.S_ISDIR(found.st_mode):
-                        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                        child = os.open(name, flags, dir_fd=parent)
-                        pending.append((child, path + b"/" + name))
-                        _add_xattrs(digest, child)
-                    elif stat.S_ISREG(found.st_mode):
-                        size_bytes += found.st_blocks * 512
-                        _add_file(digest, name, parent)
-                    elif stat.S_ISLNK(found.st_mode):
-                        _add(digest, os.fsencode(os.readlink(name, dir_fd=parent)))
-                    else:
-                        _add(digest, str(found.st_rdev).encode())
-            finally:
-                os.close(parent)
-    finally:
-        for fd, _ in pending:
-            os.close(fd)
-    return LayerSummary(entries, size_bytes, digest.hexdigest())
+def _open(root: int, folder: bytes) -> int:
+    if not folder:
+        return os.dup(root)
+    with parent_of(root, folder) as (parent, name):
+        return os.open(name, FOLDER, dir_fd=parent)
 
 
-def file_digest(path: Path) -> str:
-    """BLAKE2b-256 of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
-
-
-def _add(digest: hashlib.blake2b, *parts: bytes) -> None:
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-
-
-def _add_xattrs(digest: hashlib.blake2b, fd: int) -> None:
-    for name in sorted(os.listxattr(fd)):
-        _add(digest, name.encode(errors="surrogateescape"), os.getxattr(fd, name))
-
-
-def _add_file(digest: hashlib.blake2b, name: bytes, parent: int) -> None:
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
-    with os.fdopen(fd, "rb", buffering=0) as file:
-        _add_xattrs(digest, fd)
-        _add(digest, str(os.fstat(fd).st_size).encode())
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
+def _believed_until() -> int:
+    """A ctime from here on may stand for several changes. Linux 6.13: Documentation/filesystems/multigrain-ts.rst."""
+    major, minor = os.uname().release.split(".")[:2]
+    exact = (int(major), int(minor.partition("-")[0])) >= (6, 13)
+    return (1 << 63) if exact else time.time_ns() - TICK_NS

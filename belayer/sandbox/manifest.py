@@ -7,10 +7,18 @@ from pathlib import Path
 import msgspec
 
 from belayer.errors import RestoreFailedError
-from belayer.sandbox import layer
+from belayer.sandbox.captured import Captured, digest_of, file_digest
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+LAYER = "layer"
+"""The folder of the files."""
+IMAGES = "images"
+"""The folder of CRIU's images; empty when the container was quiet."""
+RUNNER_STATE = "runner.json"
+"""What a fresh runner must know to go on, when the container was quiet."""
+LAYER_INDEX = "layer.index"
+"""What a capture after a restore may reuse."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -27,6 +35,10 @@ class Manifest(msgspec.Struct, frozen=True):
     """Of the machine when it was made: after another boot the digests are checked before a restore."""
     created_at_s: float
     frozen_s: float
+    noise: str
+    """Why the processes were dumped; empty: there was nothing but the idle runner, and no image was needed."""
+    traits: str
+    """Of process 1 when it was fresh; see `quiet.py`."""
     images: dict[str, tuple[int, str]]
     """CRIU's files: name -> (bytes, digest)."""
     layer_entries: int
@@ -35,8 +47,21 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int = FORMAT
 
     @property
+    def quiet(self) -> bool:
+        """Whether a fresh runner over the files is the whole of it."""
+        return not self.noise
+
+    @property
     def size_bytes(self) -> int:
         return self.layer_bytes + sum(size for size, _ in self.images.values())
+
+
+def read_index(folder: Path) -> Captured | None:
+    """The layer's index; None when it is not there or not readable: then the next capture copies everything."""
+    try:
+        return Captured.decode((folder / LAYER_INDEX).read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def boot_id() -> str:
@@ -66,10 +91,10 @@ def verify(folder: Path, manifest: Manifest) -> None:
     """RestoreFailedError unless all is there; after a reboot, byte for byte."""
     thorough = manifest.boot_id != boot_id()
     for name, (size, digest) in manifest.images.items():
-        path = folder / "images" / name
+        path = folder / IMAGES / name
         if not path.is_file() or path.stat().st_size != size:
             raise RestoreFailedError(folder.name, f"images/{name} is missing or cut off")
-        if thorough and layer.file_digest(path) != digest:
+        if thorough and file_digest(path) != digest:
             raise RestoreFailedError(folder.name, f"images/{name} is damaged")
-    if thorough and layer.summarize(folder / "layer").digest != manifest.layer_digest:
+    if thorough and digest_of(folder / LAYER) != manifest.layer_digest:
         raise RestoreFailedError(folder.name, "its layer is damaged")

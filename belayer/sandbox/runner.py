@@ -12,6 +12,7 @@ What fails in here is answered as an error, never raised: an exception that ends
 the host sees at once. A request that cannot be read is dropped; the host's deadline covers it.
 """
 
+import base64
 import errno
 import json
 import os
@@ -20,14 +21,15 @@ import signal
 import sys
 import time
 
-KEPT_RESULTS = 8
+KEPT_RESULTS = 4
 KEPT_BYTES = 2 << 20
+"""What is kept of the last results, to answer a repeated number; the last one is kept whatever its size."""
 READ_BYTES = 1 << 16
 LEFT_OVER_BYTES = 1 << 20
 """At most this much is taken from the pipe after an action's end: a background process could write for ever."""
 KILL_GRACE_S = 5.0
 """How long a killed action may take to die before it is answered as timed out all the same."""
-REQUEST_LIMIT_BYTES = 4 << 20
+REQUEST_LIMIT_BYTES = 512 << 20
 
 
 class Output:
@@ -77,6 +79,8 @@ class Running:
 class Runner:
     def __init__(self, control):
         self.control = control
+        self.workdir = os.getcwd()
+        os.chdir("/")
         self.last = 0
         self.marker = ""
         self.results = {}
@@ -150,6 +154,10 @@ class Runner:
         number = request.get("number")
         if kind == "ping":
             self.answer(request, {"last": self.last, "busy": self.running is not None})
+        elif kind == "state":
+            self.answer(request, {"last": self.last, "ipc": has_ipc_objects()}, self.state())
+        elif kind == "adopt":
+            self.adopt(request)
         elif self.running is not None and self.running.number == number and kind == "run":
             self.running.waiting.append(request)
         elif kind == "run" and number in self.results:
@@ -161,6 +169,23 @@ class Runner:
             self.answer(request, {"error": "action %s is still running" % self.running.number})
         else:
             self.begin(request, number if kind == "run" else None)
+
+    def state(self):
+        """What a fresh runner must know to go on in this one's place."""
+        results = [
+            [number, header, base64.b64encode(output).decode()] for number, (header, output) in self.results.items()
+        ]
+        return json.dumps({"last": self.last, "results": results}).encode()
+
+    def adopt(self, request):
+        state = request["state"]
+        if self.last or self.running is not None:
+            self.answer(request, {"error": "only a fresh runner can go on in another's place"})
+            return
+        self.results = {number: (header, base64.b64decode(output)) for number, header, output in state["results"]}
+        self.last = state["last"]
+        self.mark("busy")
+        self.answer(request, {"last": self.last})
 
     def answer(self, request, header, output=b""):
         reply = self.path("reply-" + request["id"])
@@ -199,7 +224,7 @@ class Runner:
             self.finish(request, number, 126, ("cannot fork: %s\n" % error).encode())
             return
         if pid == 0:
-            become(command, write_end)
+            become(command, self.workdir, write_end)
         os.close(write_end)
         self.drained.add(read_end)
         self.poll.register(read_end, select.POLLIN)
@@ -282,8 +307,11 @@ class Runner:
             self.ended(124)
 
 
-def become(command, write_end):
-    """In the child: a new session, our pipe as both outputs, Python's signal changes undone, then bash."""
+def become(command, workdir, write_end):
+    """In the child: a new session, our pipe as both outputs, Python's signal changes undone, then bash.
+
+    The folder is found by its name each time, so that no action inherits one that another has removed.
+    """
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
@@ -293,6 +321,10 @@ def become(command, write_end):
         os.dup2(null, 0)
         os.dup2(write_end, 1)
         os.dup2(write_end, 2)
+        try:
+            os.chdir(workdir)
+        except OSError as error:
+            os.write(2, ("bash: %s; in / instead\n" % error).encode())
         os.execvp("bash", ["bash", "-c", command])
     except BaseException as error:
         os.write(2, ("bash: %s\n" % error).encode())
@@ -332,6 +364,18 @@ def tree_of(root):
         found |= more
         grown = bool(more)
     return found - {os.getpid()}
+
+
+def has_ipc_objects():
+    """Whether System V objects exist: they outlive the processes that made them."""
+    for kind in ("shm", "sem", "msg"):
+        try:
+            with open("/proc/sysvipc/" + kind) as file:
+                if len(file.readlines()) > 1:
+                    return True
+        except OSError:
+            pass
+    return False
 
 
 def exit_status_of(status):

@@ -1,0 +1,124 @@
+"""What was captured of a layer: an inode, a ctime and a digest of every entry, and one digest of all.
+
+Two layers have the same digest exactly when they hold the same names, kinds, modes, owners, link targets, devices,
+xattrs and contents; times are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from belayer.sandbox.scan import FILE, FOLDER, Scan, parent_of, scan
+
+CHUNK_BYTES = 1 << 20
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of the layer as it was captured."""
+
+    inode: int
+    ctime_ns: int
+    digest: str
+    """BLAKE2b-128: of a file's or folder's contents and xattrs, of a link's target, of a device's number."""
+
+
+class Captured(msgspec.Struct, frozen=True, array_like=True):
+    """A captured layer, and what the next capture of the same container may reuse of it."""
+
+    checkpoint: str
+    entries: dict[bytes, Seen]
+    disbelieved: list[int]
+    """Inodes that a process could still change without a trace."""
+    size_bytes: int
+    digest: str
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Captured:
+        """msgspec.MsgspecError when it is not one."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+def describe(
+    root: int, entries: Scan, checkpoint: str, known: Mapping[bytes, str], disbelieved: list[int] | None = None
+) -> Captured:
+    """Digests of what lies in a captured layer, open as `root`. Those that are known are not computed again."""
+    whole = hashlib.blake2b(digest_size=32)
+    size_bytes = 0
+    seen = {}
+    for path in sorted(entries):
+        found = entries[path]
+        digest = known.get(path)
+        if digest is None:
+            with parent_of(root, path) as (folder, name):
+                digest = _digest(folder, name, found.st_mode)
+        seen[path] = Seen(found.st_ino, found.st_ctime_ns, digest)
+        if stat.S_ISREG(found.st_mode):
+            size_bytes += found.st_blocks * 512
+        for part in (path, f"{found.st_mode} {found.st_uid} {found.st_gid} {digest}".encode()):
+            whole.update(len(part).to_bytes(8, "little") + part)
+    return Captured(checkpoint, seen, disbelieved or [], size_bytes, whole.hexdigest())
+
+
+def digest_of(folder: Path) -> str:
+    """The digest of a captured layer, every byte read."""
+    with opened(folder) as root:
+        return describe(root, scan(root), "", {}).digest
+
+
+def rebase(upper: Path, captured: Captured) -> Captured:
+    """What was captured, as seen from another container whose layer has just been filled with it."""
+    with opened(upper) as root:
+        now = scan(root)
+    entries = {
+        path: Seen(now[path].st_ino, now[path].st_ctime_ns, seen.digest)
+        for path, seen in captured.entries.items()
+        if path in now
+    }
+    return Captured(captured.checkpoint, entries, [], captured.size_bytes, captured.digest)
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE2b-256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """The folder's descriptor."""
+    fd = os.open(folder, FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _digest(folder: int, name: bytes, mode: int) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    if stat.S_ISLNK(mode):
+        digest.update(os.fsencode(os.readlink(name, dir_fd=folder)))
+    elif stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        fd = os.open(name, FILE if stat.S_ISREG(mode) else FOLDER, dir_fd=folder)
+        try:
+            for attribute in sorted(os.listxattr(fd)):
+                value = os.getxattr(fd, attribute)
+                digest.update(os.fsencode(attribute) + f"={len(value)}:".encode() + value)
+            if stat.S_ISREG(mode):
+                digest.update(b"\0")
+                while chunk := os.read(fd, CHUNK_BYTES):
+                    digest.update(chunk)
+        finally:
+            os.close(fd)
+    else:
+        digest.update(str(os.stat(name, dir_fd=folder, follow_symlinks=False).st_rdev).encode())
+    return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""Whether a container is nothing but its files and an idle runner: then a fresh runner over the same files is the same.
+
+What else could be there, and is looked for: other processes; files in /dev/shm, message queues, something new in /dev;
+System V objects (the runner counts those, before the freeze); limits, priorities and masks of process 1 that somebody
+has changed from inside, which later actions inherit. Mounts, addresses and the host name take capabilities that the
+container does not have.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DEVICES = frozenset(
+    "console core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero".split()  # noqa: SIM905
+)
+STATUS_FIELDS = ("Umask:", "Uid:", "Gid:", "Groups:", "SigIgn:", "CapEff:", "CapBnd:", "NoNewPrivs:", "Seccomp:")
+
+
+def noise(pid: int, processes: list[int], traits_before: str) -> str:
+    """What else there is in the frozen container; empty when nothing is."""
+    others = [process for process in processes if process != pid]
+    if others:
+        return f"process {others[0]}"
+    root = Path(f"/proc/{pid}/root/dev")
+    strange = {entry.name for entry in os.scandir(root)} - DEVICES
+    if strange:
+        return f"/dev/{min(strange)}"
+    for folder in ("shm", "mqueue"):
+        for entry in os.scandir(root / folder):
+            return f"/dev/{folder}/{entry.name}"
+    return "" if traits(pid) == traits_before else "process 1's limits or masks"
+
+
+def traits(pid: int) -> str:
+    """What actions inherit of process 1 besides its folder and environment."""
+    process = Path(f"/proc/{pid}")
+    status = [line for line in (process / "status").read_text().splitlines() if line.startswith(STATUS_FIELDS)]
+    priority = (process / "stat").read_text().rpartition(") ")[2].split()
+    parts = [(process / "limits").read_text(), (process / "oom_score_adj").read_text(), *status, priority[15]]
+    parts.extend((priority[16], priority[38]))
+    return "\n".join(parts)
+
+
+def mapped_inodes(processes: list[int]) -> set[int]:
+    """Inodes of files that the processes have mapped shared and writable. proc(5), maps."""
+    found = set()
+    for pid in processes:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for line in maps.splitlines():
+            fields = line.split(None, 5)
+            if fields[1][1:2] == b"w" and fields[1][3:4] == b"s":
+                found.add(int(fields[4]))
+    return found

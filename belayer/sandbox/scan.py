@@ -1,0 +1,188 @@
+"""What lies in a layer, as its inodes say, and how one entry is copied out of it. No link is ever followed.
+
+A layer's contents are hostile and, before the freeze, moving: every folder is opened relative to its parent and must be
+a folder, every file must be the one that was looked at, or the entry is left out (a second look, frozen, finds it).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+CHUNK_BYTES = 1 << 20
+FICLONE = 0x40049409
+"""ioctl_ficlone(2): share the data of a whole file."""
+
+Scan = dict[bytes, os.stat_result]
+"""Path below the layer's root -> its inode's fields, parents before children."""
+
+
+def scan(root: int) -> Scan:
+    """Everything below the folder open as `root`."""
+    found: Scan = {}
+    pending = [(os.dup(root), b"")]
+    try:
+        while pending:
+            folder, path = pending.pop()
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        with suppress(FileNotFoundError, NotADirectoryError):
+                            name = os.fsencode(entry.name)
+                            found[path + name] = entry.stat(follow_symlinks=False)
+                            if entry.is_dir(follow_symlinks=False):
+                                pending.append((os.open(name, FOLDER, dir_fd=folder), path + name + b"/"))
+            finally:
+                os.close(folder)
+    finally:
+        for folder, _ in pending:
+            os.close(folder)
+    return found
+
+
+@contextmanager
+def parent_of(root: int, path: bytes) -> Iterator[tuple[int, bytes]]:
+    """The folder that holds the entry, and the entry's name in it. OSError when a part is missing or a link."""
+    *folders, name = path.split(b"/")
+    here = os.dup(root)
+    try:
+        for folder in folders:
+            below = os.open(folder, FOLDER, dir_fd=here)
+            os.close(here)
+            here = below
+        yield here, name
+    finally:
+        os.close(here)
+
+
+def copy_entry(source: int, target: int, name: bytes, found: os.stat_result) -> bool:
+    """Copy one entry, without a folder's children, between two folders. False: it is not what was found any more.
+
+    OSError when the target cannot take it.
+    """
+    try:
+        if stat.S_ISREG(found.st_mode):
+            return _copy_file(source, target, name, found)
+        if stat.S_ISDIR(found.st_mode):
+            folder = os.open(name, FOLDER, dir_fd=source)
+            try:
+                os.mkdir(name, 0o700, dir_fd=target)
+                copy = os.open(name, FOLDER, dir_fd=target)
+                try:
+                    _copy_xattrs(folder, copy)
+                finally:
+                    os.close(copy)
+            finally:
+                os.close(folder)
+            return True
+        if stat.S_ISLNK(found.st_mode):
+            os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+        else:
+            os.mknod(name, found.st_mode, found.st_rdev, dir_fd=target)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    copy_metadata(target, name, found)
+    return True
+
+
+def copy_metadata(target: int, name: bytes, found: os.stat_result) -> None:
+    """Owner, mode and times. The mode last but for the times: a change of owner clears setuid."""
+    os.chown(name, found.st_uid, found.st_gid, dir_fd=target, follow_symlinks=False)
+    if not stat.S_ISLNK(found.st_mode):
+        os.chmod(name, stat.S_IMODE(found.st_mode), dir_fd=target)
+    os.utime(name, ns=(found.st_atime_ns, found.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+
+
+def remove_entry(target: int, name: bytes) -> None:
+    """Remove an entry, with all below it. Nothing there is fine."""
+    try:
+        os.unlink(name, dir_fd=target)
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        folder = os.open(name, FOLDER, dir_fd=target)
+        try:
+            for entry in list(os.scandir(folder)):
+                remove_entry(folder, os.fsencode(entry.name))
+        finally:
+            os.close(folder)
+        os.rmdir(name, dir_fd=target)
+
+
+def copy_xattrs_of(source: int, target: int, name: bytes) -> None:
+    """Make a folder's extended attributes those of its original."""
+    original = os.open(name, FOLDER, dir_fd=source)
+    try:
+        copy = os.open(name, FOLDER, dir_fd=target)
+        try:
+            for old in os.listxattr(copy):
+                os.removexattr(copy, old)
+            _copy_xattrs(original, copy)
+        finally:
+            os.close(copy)
+    finally:
+        os.close(original)
+
+
+def _copy_file(source: int, target: int, name: bytes, found: os.stat_result) -> bool:
+    original = os.open(name, FILE, dir_fd=source)
+    try:
+        if (os.fstat(original).st_dev, os.fstat(original).st_ino) != (found.st_dev, found.st_ino):
+            return False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        copy = os.open(name, flags, 0o600, dir_fd=target)
+        try:
+            _copy_data(original, copy)
+            os.fchown(copy, found.st_uid, found.st_gid)
+            os.fchmod(copy, stat.S_IMODE(found.st_mode))
+            _copy_xattrs(original, copy)
+            os.utime(copy, ns=(found.st_atime_ns, found.st_mtime_ns))
+        finally:
+            os.close(copy)
+    finally:
+        os.close(original)
+    return True
+
+
+def _copy_data(original: int, copy: int) -> None:
+    """Shared where the disk can, else extent by extent, so that holes stay holes."""
+    size = os.fstat(original).st_size
+    if size == 0:
+        return
+    with suppress(OSError):
+        fcntl.ioctl(copy, FICLONE, original)
+        return
+    os.ftruncate(copy, size)
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(original, at, os.SEEK_DATA)
+        except OSError:  # ENXIO: only a hole is left
+            return
+        at = os.lseek(original, start, os.SEEK_HOLE)
+        while start < at:
+            done = _copy_range(original, copy, start, at - start)
+            if done == 0:
+                return
+            start += done
+
+
+def _copy_range(original: int, copy: int, start: int, size: int) -> int:
+    """How many bytes were copied; 0 at the end of the file. Not every pair of file systems has copy_file_range(2)."""
+    try:
+        return os.copy_file_range(original, copy, size, start, start)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    return os.pwrite(copy, os.pread(original, min(size, CHUNK_BYTES), start), start)
+
+
+def _copy_xattrs(original: int, copy: int) -> None:
+    for name in os.listxattr(original):
+        os.setxattr(copy, name, os.getxattr(original, name))
