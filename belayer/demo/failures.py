@@ -51,8 +51,6 @@ class Planned(NamedTuple):
 
 
 _LONGEST_DELAY_S = 0.02
-_WORTH_WHILE_TOKENS = 48
-"""Engines are killed in a generation of at least this many tokens, if there is one: a short one is over too soon."""
 
 
 def parse_kinds(text: str) -> list[Kind]:
@@ -91,10 +89,14 @@ def plan_failures(seed: int, name: str, kinds: Sequence[Kind], profile: Profile)
 def _number(rng: random.Random, kind: Kind, part: range, profile: Profile) -> int:
     match kind:
         case Kind.ACTION:
-            longest = sorted(part, key=lambda number: -profile.durations_s[number - 1])
-            return rng.choice(longest[: max(1, len(longest) // 3)])
-        case Kind.ENGINE | Kind.REDIS:
-            long = [number for number in part if profile.tokens[number - 1] >= _WORTH_WHILE_TOKENS]
-            return rng.choice(long or list(part))
-        case Kind.IDLE | Kind.CHECKPOINT | Kind.RECOVERY:
+            return _longest(rng, part, profile.durations_s)
+        case Kind.ENGINE | Kind.IDLE | Kind.RECOVERY | Kind.REDIS:
+            return _longest(rng, part, profile.tokens)
+        case Kind.CHECKPOINT:
             return rng.choice(part)
+
+
+def _longest(rng: random.Random, part: range, lengths: Sequence[float]) -> int:
+    """One of the part's longer ones: a short one is over before a strike can hit it."""
+    ordered = sorted(part, key=lambda number: -lengths[number - 1])
+    return rng.choice(ordered[: max(1, len(ordered) // 3)])

@@ -185,8 +185,10 @@ class Striker:
         return await self._kill_container(planned, f"in checkpoint {started.checkpoint}")
 
     async def _recovery(self, planned: Planned) -> Struck | None:
-        if (hit := await self._idle(planned)) is None:
+        generation = await self._in_generation(planned)
+        if not generation or self.view.sandbox.phase != "live":
             return None
+        hit = await self._kill_container(planned, f"in generation {generation}")
         actors = self.stage.actors
 
         def there(view: View) -> bool:
