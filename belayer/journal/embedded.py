@@ -27,6 +27,8 @@ from belayer.errors import InputError, JournalError
 _SUPERVISOR = Path(__file__).with_name("supervise.py")
 _MAX_SOCKET_PATH_BYTES = 107
 _POLL_S = 0.005
+_LOADING_S = 600.0
+"""How long a server may read its data, as long as it says that it does; about 10 s a GB."""
 _LOG_LINES = 3
 
 
@@ -197,13 +199,15 @@ class EmbeddedServer:
         """Return once the server answers PING; ServerStartError when it ends first, or does not in time."""
         supervisor = self._supervisor
         assert supervisor is not None and supervisor.stdout is not None
-        started = time.monotonic()
+        started, loading = time.monotonic(), False
         pid = int(await supervisor.stdout.readline() or 0)
         self._server = (pid, processes.start_ticks(pid))
-        while time.monotonic() - started < self._timeout_s:
+        while time.monotonic() - started < (_LOADING_S if loading else self._timeout_s):
             if supervisor.returncode is not None or not processes.is_alive(*self._server):
                 raise ServerStartError(f"{executable} ended at once: {self._last_words(log_start)}", self._remedy())
-            if await self._pings():
+            reply = await self._ping()
+            loading = reply.startswith(b"-LOADING")
+            if reply and not loading:
                 return
             await asyncio.sleep(_POLL_S)
         raise ServerStartError(
@@ -211,18 +215,17 @@ class EmbeddedServer:
             f"see {self.log}",
         )
 
-    async def _pings(self) -> bool:
-        """Whether the server answers and has read its data (else it says LOADING)."""
+    async def _ping(self) -> bytes:
+        """The server's answer to PING, whatever it is; nothing when it does not answer yet."""
         try:
             reader, writer = await asyncio.open_unix_connection(self.socket)
         except (FileNotFoundError, ConnectionRefusedError):
-            return False
+            return b""
         try:
             writer.write(b"PING\r\n")
-            reply = await reader.readline()
-            return reply != b"" and not reply.startswith(b"-LOADING")
+            return await reader.readline()
         except ConnectionError:
-            return False
+            return b""
         finally:
             writer.close()
 

@@ -92,6 +92,8 @@ class Link:
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire
+        self.client_id = 0
+        """The server's name for this link."""
 
     @classmethod
     async def open(cls, address: Address, name: str, timeout_s: float) -> Link:
@@ -123,18 +125,24 @@ class Link:
         if address.db:
             commands.append(("SELECT", str(address.db)))
         commands.append(("CLIENT", "SETNAME", name))
-        for reply in await self.exchange([pack(command) for command in commands], len(commands), timeout_s):
+        commands.append(("CLIENT", "ID"))
+        replies = await self.exchange([pack(command) for command in commands], len(commands), timeout_s)
+        for reply in replies:
             if isinstance(reply, hiredis.ReplyError):
                 if is_transient(reply):
                     raise LinkLostError(str(reply))
                 raise refused_command(address.shown, reply)
+        self.client_id = int(replies[-1])
 
     @property
     def is_lost(self) -> bool:
         return self._wire.lost is not None
 
     async def exchange(self, packed: Sequence[bytes], replies: int, timeout_s: float) -> list[Reply]:
-        """Send the packed commands in one go and return their replies. LinkLostError: what took effect is unknown."""
+        """Send the packed commands in one go and return their replies. LinkLostError: what took effect is unknown.
+
+        When the caller is cancelled the replies are dropped as they come, and the link stays in order.
+        """
         if self._wire.lost is not None:
             raise LinkLostError(self._wire.lost)
         if not replies:
@@ -146,9 +154,6 @@ class Link:
         except TimeoutError:
             self._wire.lose(f"no reply within {timeout_s:.1f} s")
             raise LinkLostError(f"no reply within {timeout_s:.1f} s") from None
-        except asyncio.CancelledError:
-            self._wire.lose("given up in the middle of a reply")
-            raise
 
     def close(self) -> None:
         self._wire.lose("closed")

@@ -10,7 +10,6 @@ JournalUnavailableError.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -26,8 +25,8 @@ from belayer.journal.sending import Sender
 from belayer.journal.server import Server
 from belayer.journal.store import Subscription
 from belayer.journal.subscription import subscribe
+from belayer.journal.waiting import Waiting
 
-_BLOCK_S = 2.0
 _MOST_POSITIONS = 200_000
 _SCAN = 1000
 
@@ -52,6 +51,7 @@ class RedisStore:
             Lane(Sender(address, keys, shard, durability, replicas), keys, timeout_s, waiting_bytes)
             for shard in range(keys.shards)
         ]
+        self._waits = [Waiting(self._server) for _ in range(keys.shards)]
         self._epochs: dict[tuple[StreamId, int], int] = {}
 
     async def start(self) -> None:
@@ -63,6 +63,8 @@ class RedisStore:
     async def close(self) -> None:
         for lane in self._lanes:
             await lane.close()
+        for waits in self._waits:
+            await waits.close()
         self._server.close()
 
     @property
@@ -107,8 +109,8 @@ class RedisStore:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
-            start = "0-0" if last is None else f"{last.epoch}-{last.last_sequence}"
-            await self._block(stream, start, min(left_s, _BLOCK_S))
+            after = (0, 0) if last is None else (last.epoch, last.last_sequence)
+            await self._waits[self._keys.shard_of(stream)].wait(self._keys.stream(stream), after, left_s)
 
     async def streams(self, kind: StreamKind | None = None) -> Sequence[StreamId]:
         found: set[StreamId] = set()
@@ -135,12 +137,6 @@ class RedisStore:
     async def _range(self, stream: StreamId, start: str, limit: int) -> list[Entry]:
         found = await self._server.ask("XRANGE", self._keys.stream(stream), start, "+", "COUNT", str(limit))
         return [stored_entry(stream, identifier, fields) for identifier, fields in found]
-
-    async def _block(self, stream: StreamId, start: str, timeout_s: float) -> None:
-        """Return when the stream has an entry after `start`, or the time is over."""
-        block_ms = str(max(1, math.ceil(timeout_s * 1000)))
-        key = self._keys.stream(stream)
-        await self._server.ask("XREAD", "COUNT", "1", "BLOCK", block_ms, "STREAMS", key, start, block_s=timeout_s)
 
     async def _epoch_at(self, stream: StreamId, sequence: int) -> int:
         """The epoch of the newest entry that ends at or before the sequence; 0 for none.

@@ -20,9 +20,10 @@ from belayer.journal.link import Reply, pack
 from belayer.journal.outcome import takeover_refusal
 from belayer.journal.replies import Refused, judged_error
 
-CONTROL_MAXLEN = b"1000000"
-"""Notices kept on a control stream, roughly. A notice takes about 60 bytes, so this is at most 60 MB; a rollout of
-4,096 trajectories with 100 actions each makes 800,000 of them, so a watch that stays pending outlives a rollout."""
+CONTROL_MAXLEN = b"4000000"
+"""Notices kept on a control stream, roughly. A notice takes 76 bytes, so this is at most 300 MB. A rollout of 4,096
+trajectories with 100 actions each makes 800,000, so a watch that stays pending outlives five of them before it could
+be dropped; what is dropped is lost to a group that had it pending, so the number is rather too high than too low."""
 
 TAKE_OVER = b"""
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]

@@ -93,7 +93,11 @@ async def test_mode_fsync_needs_a_server_that_has_it(tmp_path: Path) -> None:
 
 async def test_mode_replicated_waits_for_its_replicas(tmp_path: Path) -> None:
     port = free_port()
-    async with EmbeddedServer(tmp_path / "a", port=port) as primary, EmbeddedServer(tmp_path / "b") as replica:
+    at_once = {"repl-diskless-sync-delay": "0"}
+    async with (
+        EmbeddedServer(tmp_path / "a", port=port, settings=at_once) as primary,
+        EmbeddedServer(tmp_path / "b") as replica,
+    ):
         with pytest.raises(ServerRefusedError, match="needs 1 connected replicas"):
             await open_store(primary.url, durability="replicated")
         await command(replica.url, "REPLICAOF", "127.0.0.1", str(port))
