@@ -160,13 +160,20 @@ class Trajectory:
         await self._append(GenerationFinished(current.number, current.count, finish_reason))
 
     async def start_action(self, command: str, timeout_s: float, sandbox_incarnation: str) -> int:
-        """Record the intent to run an action, before it runs; its number. After a resume: the number in flight."""
-        if self.state.action is not None:
-            if self.state.action.command != command:
+        """Record the intent to run an action, before it runs; its number. After a resume: the number in flight.
+
+        FencedError when that action was meant for another incarnation: a recovery has replaced the container since.
+        """
+        if (flying := self.state.action) is not None:
+            if flying.sandbox_incarnation != sandbox_incarnation:
+                await self._writer.check_epoch()
                 raise ProtocolError(
-                    f"{self._writer.stream}: action {self.state.action.action} is in flight with another command"
+                    f"{self._writer.stream}: action {flying.action} is in flight in {flying.sandbox_incarnation}, "
+                    f"not in {sandbox_incarnation}"
                 )
-            return self.state.action.action
+            if flying.command != command:
+                raise ProtocolError(f"{self._writer.stream}: action {flying.action} is in flight with another command")
+            return flying.action
         number = self.state.boundary.number + 1
         await self._append(ActionStarted(number, command, timeout_s, sandbox_incarnation))
         return number

@@ -119,6 +119,22 @@ async def test_an_action_in_flight_keeps_its_number_and_must_be_the_same_command
     assert await second.start_action("ls", 1.0, "box") == 1
     with pytest.raises(ProtocolError, match="in flight with another command"):
         await second.start_action("rm", 1.0, "box")
+    with pytest.raises(ProtocolError, match="in flight in box, not in box-2"):
+        await second.start_action("ls", 1.0, "box-2")
+
+
+async def test_an_action_in_flight_is_not_taken_to_the_container_of_a_later_recovery() -> None:
+    store = MemoryStore()
+    first = await begun(store)
+    await first.begin_generation()
+    await first.append_tokens([10], [0.0])
+    await first.finish_generation("stop")
+    await first.start_action("ls", 1.0, "box")
+    late = await Trajectory.open(store, "t")
+    recovery, _ = await take_over(store, T, "recovery")
+    await recovery.append(RecoveryStarted("box", "restore", "recovery"))
+    with pytest.raises(FencedError):
+        await late.start_action("ls", 1.0, "box-2")
 
 
 async def test_opening_waits_for_a_recovery_to_end() -> None:

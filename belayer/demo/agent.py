@@ -225,9 +225,6 @@ class _Attempt:
         command = commands[index] if commands else ":"
         timeout_s = self._chat.recording.timeout_s
         number = await trajectory.start_action(command, timeout_s, sandbox.incarnation.name)
-        assert trajectory.state.action is not None
-        if trajectory.state.action.sandbox_incarnation != sandbox.incarnation.name:
-            raise ProtocolError(f"action {number} was begun in {trajectory.state.action.sandbox_incarnation}")
         seen = await sandbox.run(Action(number, watched(number, command), timeout_s))
         observation = self._chat.no_command()
         if commands:

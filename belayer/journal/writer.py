@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from belayer.errors import DamagedJournalError, ProtocolError, WrongSequenceError
+from belayer.errors import DamagedJournalError, FencedError, ProtocolError, WrongSequenceError
 from belayer.ids import StreamId, new_event_id
 from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry
 from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, tag_of
@@ -92,6 +92,12 @@ class StreamWriter:
                 break
         self._uncertain = (entry, digest, notice)
         return await self.retry()
+
+    async def check_epoch(self) -> None:
+        """FencedError if a later writer has the stream; costs a round trip, stores nothing."""
+        last = await self._store.last(self.stream)
+        if last is not None and last.epoch > self.epoch:
+            raise FencedError(str(self.stream), self.epoch, last.epoch)
 
     async def retry(self) -> int:
         """Settle an append whose outcome is unknown: store it if it was not. The sequence of the last event."""
