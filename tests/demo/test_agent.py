@@ -30,6 +30,7 @@ from belayer.projections import trajectory as projection
 from belayer.projections.trajectory import Generation, TrajectoryState
 from belayer.sandbox.protocol import Incarnation
 from tests.actors.model import ModelHost
+from tests.waiting import until
 
 RECORDING = Recording(
     "toy__toy-1",
@@ -76,6 +77,9 @@ class World:
                         return state
                 await reader.wait(20)
 
+    async def shadow_armed(self) -> bool:
+        return (await look_worker(self.store, "w")).shadow is not None
+
     async def events(self, kind: type) -> list[object]:
         history = await Reader(self.store, ids.trajectory(RECORDING.name)).catch_up()
         return [recorded.event for recorded in history if isinstance(recorded.event, kind)]
@@ -91,6 +95,7 @@ async def world(folder: Path) -> AsyncIterator[World]:
     running = [asyncio.create_task(run_actor(made.store, actor, HOST, "c1")) for actor in actors]
     try:
         await made.workers.start("w", "run")
+        await until(lambda: made.shadow_armed(), 30, "a shadow")
         yield made
     finally:
         for task in running:
