@@ -70,15 +70,16 @@ class ExportWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
+        try:
+            with self._file:
+                if error is None:
+                    self._record(_encoder.encode((self._entries,)))
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
             if error is None:
-                self._record(_encoder.encode((self._entries,)))
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        if error is None:
-            self._partial.replace(self._path)
-        else:
-            self._partial.unlink()
+                self._partial.replace(self._path)
+        finally:
+            self._partial.unlink(missing_ok=True)
 
 
 async def export_streams(store: JournalStore, streams: Iterable[StreamId], path: Path | str) -> int:
