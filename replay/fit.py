@@ -35,8 +35,11 @@ def made_to_fit(state: TrajectoryState, event: AnyEvent) -> TrajectoryState:
         case GenerationStarted():
             state = replace(state, generation=None, action=None)
             return _with_generations(state, event.generation - 1)
-        case GenerationResumed() | TokensAppended() | GenerationFinished():
-            return replace(state, generation=Generation(event.generation, "", "", _count_before(state, event)))
+        case GenerationResumed() | TokensAppended():
+            current = state.generation and Generation(event.generation, "", "", event.offset)
+            return replace(state, generation=current)
+        case GenerationFinished():
+            return replace(state, generation=Generation(event.generation, "", "", event.count))
         case ActionStarted() | TrajectoryFinished():
             if state.generation is not None:
                 state = evolve(state, state.sequence, GenerationFinished(state.generation.number, 0, ""))
@@ -51,12 +54,6 @@ def made_to_fit(state: TrajectoryState, event: AnyEvent) -> TrajectoryState:
             return replace(state, phase="recovering")
         case _:
             return state
-
-
-def _count_before(state: TrajectoryState, event: GenerationResumed | TokensAppended | GenerationFinished) -> int:
-    if isinstance(event, GenerationFinished):
-        return event.count
-    return event.offset
 
 
 def _with_generations(state: TrajectoryState, count: int) -> TrajectoryState:

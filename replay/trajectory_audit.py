@@ -84,10 +84,10 @@ class TrajectoryAudit:
         problem = problem_of(self._state, event)
         if problem is None:
             return
-        check = self._check_of(event)
-        if check is not Check.GENERATION or not self._chunks_faulted:
-            self._findings.add(sequence, check, problem)
-        self._chunks_faulted |= check is Check.GENERATION
+        within = isinstance(event, GenerationResumed | TokensAppended | GenerationFinished)
+        if not within or not self._chunks_faulted:
+            self._findings.add(sequence, self._check_of(event), problem)
+        self._chunks_faulted |= within
         self._state = made_to_fit(self._state, event)
 
     def _check_of(self, event: AnyEvent) -> Check:

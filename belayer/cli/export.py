@@ -64,8 +64,10 @@ async def _copy(store: JournalStore, streams: Sequence[StreamId], out: Path) -> 
     from belayer.journal.export import ExportWriter, read_entries
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("streams"))
+    console = Console(stderr=True)
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     entries = 0
-    with ExportWriter(out) as writer, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with ExportWriter(out) as writer, shown as progress:
         task = progress.add_task("exporting", total=len(streams))
         for stream in streams:
             progress.update(task, description=f"exporting {stream}")

@@ -80,6 +80,12 @@ def repeated_generation(story: Story) -> None:
 
 def tokens_without_generation(story: Story) -> None:
     written(story, chunk(4, 0, 4), GenerationFinished(4, 4, "stop"))
+    generate(story, 5, "w-2")
+
+
+def stray_chunk(story: Story) -> None:
+    written(story, chunk(9, 0, 4))
+    generate(story, 4, "w-2")
 
 
 def generation_during_an_action(story: Story) -> None:

@@ -52,6 +52,7 @@ CASES: list[tuple[Callable[[Story], None], str, Check]] = [
     (trajectories.skipped_generation, str(T), Check.GENERATION),
     (trajectories.repeated_generation, str(T), Check.GENERATION),
     (trajectories.tokens_without_generation, str(T), Check.GENERATION),
+    (trajectories.stray_chunk, str(T), Check.GENERATION),
     (trajectories.generation_during_an_action, str(T), Check.BOUNDARY),
     (trajectories.action_before_its_generation_finished, str(T), Check.BOUNDARY),
     (trajectories.finished_in_mid_generation, str(T), Check.BOUNDARY),

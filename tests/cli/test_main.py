@@ -1,0 +1,74 @@
+"""The command itself: what it loads, its exit statuses, and that whatever goes wrong is said in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from belayer import __version__
+from belayer.cli.main import run
+from belayer.cli.verbs import VERBS, load
+from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
+
+
+def test_version() -> None:
+    done = belayer("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"belayer {__version__}\n", "")
+
+
+def test_help_names_every_verb_and_loads_none(tmp_path: Path) -> None:
+    code = (
+        "import sys; from belayer.cli.main import run; status = run(['--help'])\n"
+        "loaded = {name.split('.')[0] for name in sys.modules} | {n for n in sys.modules if n.startswith('belayer.')}\n"
+        "heavy = {'redis', 'docker', 'aiohttp', 'torch', 'replay', 'asyncio', 'belayer.journal', 'belayer.demo'}\n"
+        "sys.exit(status or ', '.join(sorted(loaded & heavy)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(verb in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_is_there_with_help_of_its_own(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(verb).name == verb
+    assert run([verb, "--help"]) == 0
+    assert f"belayer {verb}" in capsys.readouterr().out
+
+
+def test_no_verb_shows_the_help() -> None:
+    done = belayer()
+    assert done.returncode == 0
+    assert "timeline" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nosuch"], "nosuch"),
+        (["status", "--nosuch"], "--nosuch"),
+        (["tail"], "stream"),
+        (["tail", "t", "--lines", "many"], "--lines"),
+        (["status"], "no journal is named"),
+        (["status", "--url", "http://host"], "not a usable journal URL"),
+        (["status", "--url", "unix:///nosuch/redis.sock"], "is the server up?"),
+        (["audit", "--file", "nosuch.journal"], "nosuch.journal"),
+        (["timeline", "../t", "--file", "nosuch.journal"], "nosuch.journal"),
+    ],
+)
+def test_what_a_person_can_put_right_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    assert_one_line_error(belayer(*arguments, cwd=tmp_path), said)
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    """`belayer --help | head -1`."""
+    with subprocess.Popen(
+        [*COMMAND, "--help"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
