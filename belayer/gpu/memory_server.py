@@ -51,6 +51,7 @@ class _Engine:
         self.role: wire.Role = "control"
         self.wants_arena: wire.OpenArena | None = None
         self.armed = False
+        self.watched = False
 
     @property
     def alive(self) -> bool:
@@ -150,7 +151,7 @@ class MemoryServer:
             cause = f"{promotion.request.incarnation} did not {phase} within {promotion.request.timeout_s:.1f} s"
             self._answer(promotion.asked_by, wire.refusal(ArenaRefusedError(cause)))
         holder = self._holder
-        if holder is not None and holder.pidfd is not None and self._ledger is not None:
+        if holder is not None and holder.pidfd is not None and holder.watched and self._ledger is not None:
             evidence = hang_evidence(self._ledger.progress(), self._epoch, holder.pid, self._hang_rule)
             if evidence:
                 _kill(holder.pidfd)
@@ -329,6 +330,10 @@ class MemoryServer:
         return self._owner.export(self._arena_memory, writable=True), os.dup(self._ledger_fd)
 
     def _arm(self, asked_by: _Engine, incarnation: str) -> None:
+        if self._holder is not None and self._holder.incarnation == incarnation:
+            self._holder.watched = True
+            self._answer(asked_by, wire.Facts({}))
+            return
         shadow = self._shadow(incarnation)
         if shadow.armed:
             self._answer(asked_by, wire.Facts({}))
@@ -373,7 +378,7 @@ class MemoryServer:
         promotion = self._promotion
         if promotion is not None and promotion.shadow is engine and promotion.granted_s is not None:
             self._promotion = None
-            engine.role, engine.armed = "main", False
+            engine.role, engine.armed, engine.watched = "main", False, True
             waited_s = promotion.granted_s - promotion.began_s
             self._answer(promotion.asked_by, wire.Facts({"prove_dead_s": waited_s, **facts}))
             return

@@ -46,6 +46,7 @@ class SglangHost:
         promote_timeout_s: float = 30.0,
         silence_s: float = 120.0,
         warm_prompts: Sequence[int] = (4, 64),
+        warm_batch: int = 8,
         adopt: bool = True,
     ) -> None:
         self._memory_socket = memory_socket
@@ -58,6 +59,7 @@ class SglangHost:
         self._promote_timeout_s = promote_timeout_s
         self._silence_s = silence_s
         self._warm_prompts = warm_prompts
+        self._warm_batch = warm_batch
         self.adopt = adopt
         self.facts: dict[str, dict[str, float]] = {}
         """What each promotion or arming took, by incarnation: seconds by phase, and counts."""
@@ -76,7 +78,7 @@ class SglangHost:
                 engine = EngineProcess(incarnation, host_name(), process.pid, ticks, str(json.loads(said)["address"]))
                 await _accepts_connections(engine)
                 await self._warm(engine)
-                if role == "shadow":
+                if self._memory_socket is not None:
                     answer = await asyncio.to_thread(self._ask, wire.Arm(incarnation), self._start_timeout_s)
                     self.facts[incarnation] = answer.facts
         except (TimeoutError, ValueError, KeyError, ArenaError, aiohttp.ClientError) as error:
@@ -150,20 +152,29 @@ class SglangHost:
     async def _warm(self, engine: EngineProcess) -> None:
         """Serve a few prompts, so that kernels are compiled and caches are filled before anything is measured."""
         timeout = aiohttp.ClientTimeout(total=self._start_timeout_s)
+        longest = [1 + number % 50 for number in range(max(self._warm_prompts))]
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for length in self._warm_prompts:
-                body = {
-                    "input_ids": [1 + number % 50 for number in range(length)],
-                    "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
-                    "return_logprob": True,
-                }
-                async with session.post(f"{engine.address}/generate", json=body) as response:
-                    if response.status != 200:
-                        raise ValueError(f"it answered {response.status} to a warm-up request")
-                    await response.read()
+                await _generate(session, engine, longest[:length])
+            # Many at once, each one token beyond what is cached: what resumed streams will ask of a new main.
+            await asyncio.gather(
+                *(_generate(session, engine, [*longest, 51 + number]) for number in range(self._warm_batch))
+            )
 
     def _reap(self) -> None:
         self._children = [child for child in self._children if child.poll() is None]
+
+
+async def _generate(session: aiohttp.ClientSession, engine: EngineProcess, prompt: list[int]) -> None:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    async with session.post(f"{engine.address}/generate", json=body) as response:
+        if response.status != 200:
+            raise ValueError(f"it answered {response.status} to a warm-up request")
+        await response.read()
 
 
 async def _first_line(fd: int) -> bytes:

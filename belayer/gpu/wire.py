@@ -76,7 +76,8 @@ class OpenArena(msgspec.Struct, frozen=True, tag=True):
 
 
 class Arm(msgspec.Struct, frozen=True, tag=True):
-    """From a host: the shadow is warm; it shall let go of its scratch and wait for the lease."""
+    """From a host: the engine is warm. A main's silence counts as a hang from now on; a shadow lets go of its scratch
+    and waits for the lease."""
 
     incarnation: str
 

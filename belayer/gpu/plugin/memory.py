@@ -334,9 +334,7 @@ def _build_without_memory(loader: Any, model_config: Any) -> Any:
     for module_name, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                raise UnsupportedEngineError(
-                    f"{module_name}.{name}", "a tensor outside parameters and buffers", "models without such tensors"
-                )
+                _log.warning("belayer: %s.%s is a tensor outside parameters and buffers: not mapped", module_name, name)
     return model
 
 

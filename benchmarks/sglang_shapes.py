@@ -1,0 +1,114 @@
+"""Models of real shapes with made-up weights, for measuring an engine where no real weights are at hand.
+
+SGLang's own dummy weights make a model whose logits are all nearly equal, so that its tokens say nothing about
+whether two runs agree. The weights here give varied tokens: norms are one, matrices keep the variance of their input,
+embeddings are small enough that a token does not repeat itself. They are a plugin for SGLang (entry point group
+`sglang.srt.plugins`), active only with BELAYER_BENCH_WEIGHTS=1 and `--load-format dummy`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_END_TOKEN = 2
+_COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": _END_TOKEN,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        **_COMMON,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    },
+    "4b": {
+        **_COMMON,
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 9728,
+        "tie_word_embeddings": True,
+    },
+    "32b": {
+        **_COMMON,
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 25600,
+        "tie_word_embeddings": False,
+    },
+}
+"""Qwen3's published shapes (4B and 32B), and a tiny one for the CPU."""
+
+
+def write_model(folder: Path, shape: str) -> Path:
+    """A model folder with a configuration and no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+    return folder
+
+
+def write_plugins(folder: Path) -> Path:
+    """A folder for PYTHONPATH that makes SGLang find Belayer's plugin and this one, where neither is installed."""
+    info = folder / "belayer_bench-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: belayer-bench\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nbelayer = belayer.gpu.plugin:register\n"
+        "belayer_bench = benchmarks.sglang_shapes:register\n"
+    )
+    return folder
+
+
+def register() -> None:
+    """SGLang calls this in each of its processes."""
+    if os.environ.get("BELAYER_BENCH_WEIGHTS") != "1":
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
+    HookRegistry.register(target, _varied_weights, HookType.REPLACE)
+
+
+def _varied_weights(model: Any, *_: Any, **__: Any) -> None:
+    import torch
+
+    for number, (name, tensor) in enumerate(model.state_dict().items()):
+        if not torch.is_floating_point(tensor):
+            continue
+        generator = torch.Generator(device=tensor.device).manual_seed(1234 + number)
+        if tensor.dim() < 2:
+            tensor.fill_(1.0)
+        elif "embed" in name or "lm_head" in name:
+            tensor.normal_(0.0, 0.25, generator=generator)
+            tensor[_END_TOKEN].zero_()  # its logit is 0, far below the best: no stream ends by itself
+        else:
+            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
