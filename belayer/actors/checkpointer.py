@@ -13,6 +13,7 @@ import time
 import structlog
 
 from belayer import ids
+from belayer.actors.names import is_surely_dead
 from belayer.actors.projector import Projector
 from belayer.actors.sandboxes import checkpoint_name, incarnation_of
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, FencedError, SandboxFailedError
@@ -73,6 +74,8 @@ class Checkpointer:
         while (started := (state := await self._sandboxes.look(name)).open_checkpoint) is not None:
             if started.checkpoint != checkpoint_name(name, started.boundary, state.epoch):
                 break  # the epoch that began it is over, so it cannot be published any more
+            if is_surely_dead(state.writer, self._host_name):
+                break
             if started.checkpoint != waited_for:
                 waited_for, deadline = started.checkpoint, time.monotonic() + self._patience_s
             if (left_s := deadline - time.monotonic()) <= 0:

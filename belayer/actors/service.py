@@ -7,12 +7,11 @@ to the other processes, or to this one when it is started again.
 from __future__ import annotations
 
 import asyncio
-import os
 
-from belayer import ids
 from belayer.actors.actor import Actor, run_actor
 from belayer.actors.checkpointer import Checkpointer
 from belayer.actors.detector import Detector
+from belayer.actors.names import new_name
 from belayer.actors.reaper import Reaper
 from belayer.actors.recovery import Recovery
 from belayer.actors.sandbox_recovery import SandboxRecovery
@@ -32,8 +31,8 @@ async def run_actors(
     ready: asyncio.Event | None = None,
 ) -> None:
     """Run detector, checkpointer, recovery and reaper. `ready` is set once they have begun."""
-    consumer = f"{host_name}-{os.getpid()}-{ids.new_suffix()}"
-    by = f"actors/{consumer}"
+    by = new_name(host_name)
+    consumer = by.removeprefix("actors/")
     actors: list[Actor] = [
         Detector(store, host_name, by),
         Checkpointer(store, sandboxes, host_name, by, CAPTURE_PATIENCE_S),

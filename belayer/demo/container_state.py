@@ -53,11 +53,15 @@ async def read_container(pid: int) -> ContainerState:
 
 def read_files(pid: int) -> dict[str, FileState]:
     """The container's own files by path, and those in its shared memory; no other mount."""
-    root = Path(f"/proc/{pid}/root")
     mounts = {line.split()[4] for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()}
+    return read_tree(Path(f"/proc/{pid}/root"), mounts)
+
+
+def read_tree(root: Path, mounts: set[str]) -> dict[str, FileState]:
+    """The files below `root` by path from there. Temporary names are masked; equal ones are numbered from (2) on."""
     found: dict[str, list[FileState]] = {}
     for start in ("/", _SHARED_MEMORY):
-        _walk(root, start, mounts - {start}, found)
+        _walk(root, start, (mounts | {_SHARED_MEMORY}) - {start}, found)
     return {
         path if number == 1 else f"{path} ({number})": state
         for path, states in found.items()

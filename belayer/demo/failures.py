@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from belayer.errors import InputError
@@ -51,6 +51,8 @@ class Planned(NamedTuple):
 
 
 _LONGEST_DELAY_S = 0.02
+_LONG_ACTION_S = 0.2
+"""A shorter action is likely to be over before a kill hits it, and a short generation too; hence the choices below."""
 
 
 def parse_kinds(text: str) -> list[Kind]:
@@ -75,28 +77,42 @@ def plan_failures(seed: int, name: str, kinds: Sequence[Kind], profile: Profile)
     usable = turns - 1
     if len(kinds) > usable:
         raise InputError(f"{name} has {turns} turns, too few for {len(kinds)} failures; at most {max(usable, 0)} fit")
-    order = list(kinds)
-    rng.shuffle(order)
+    parts = [
+        range(1 + usable * index // len(kinds), 1 + usable * (index + 1) // len(kinds)) for index in range(len(kinds))
+    ]
     planned: list[Planned] = []
-    for index, kind in enumerate(order):
-        part = range(1 + usable * index // len(order), 1 + usable * (index + 1) // len(order))
+    for kind, part in _assigned(rng, kinds, parts, profile):
         number = _number(rng, kind, part, profile)
         tokens = rng.randrange(1, max(2, profile.tokens[number - 1] * 3 // 4))
-        planned.append(Planned(kind, number, tokens, rng.uniform(0.0, _LONGEST_DELAY_S)))
-    return planned
+        longest_s = (
+            min(_LONGEST_DELAY_S, profile.durations_s[number - 1] / 4) if kind is Kind.ACTION else _LONGEST_DELAY_S
+        )
+        planned.append(Planned(kind, number, tokens, rng.uniform(0.0, longest_s)))
+    return sorted(planned, key=lambda failure: failure.number)
+
+
+def _assigned(
+    rng: random.Random, kinds: Sequence[Kind], parts: Sequence[range], profile: Profile
+) -> Iterator[tuple[Kind, range]]:
+    """Each kind with a part of the trajectory: at random, but kills in an action where one is long enough to hit."""
+    left = list(parts)
+    for kind in sorted(kinds, key=lambda kind: kind is not Kind.ACTION):
+        fitting = left
+        if kind is Kind.ACTION:
+            longest_s = [max(profile.durations_s[number - 1] for number in part) for part in left]
+            enough_s = min(_LONG_ACTION_S, max(longest_s))
+            fitting = [part for part, one_s in zip(left, longest_s, strict=True) if one_s >= enough_s]
+        part = rng.choice(fitting)
+        left.remove(part)
+        yield kind, part
 
 
 def _number(rng: random.Random, kind: Kind, part: range, profile: Profile) -> int:
     match kind:
         case Kind.ACTION:
-            return _longest(rng, part, profile.durations_s)
+            return max(part, key=lambda number: profile.durations_s[number - 1])
         case Kind.ENGINE | Kind.IDLE | Kind.RECOVERY | Kind.REDIS:
-            return _longest(rng, part, profile.tokens)
+            longer = sorted(part, key=lambda number: -profile.tokens[number - 1])
+            return rng.choice(longer[: max(1, len(longer) // 3)])
         case Kind.CHECKPOINT:
             return rng.choice(part)
-
-
-def _longest(rng: random.Random, part: range, lengths: Sequence[float]) -> int:
-    """One of the part's longer ones: a short one is over before a strike can hit it."""
-    ordered = sorted(part, key=lambda number: -lengths[number - 1])
-    return rng.choice(ordered[: max(1, len(ordered) // 3)])

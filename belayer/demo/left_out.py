@@ -46,10 +46,10 @@ MASKS: tuple[Mask, ...] = (
         rb"<duration>",
     ),
     Mask(
-        "bars of = and - around a duration",
-        "pytest pads its bar to the width of the line, so it varies with the duration's length",
-        re.compile(rb"={5,}|-{5,}"),
-        rb"<bar>",
+        "bars of = around a duration",
+        "pytest fills its last line up to the terminal's width, so they vary with the duration's length",
+        re.compile(rb"^=+ (.* in <duration>.*?) =+$", re.MULTILINE),
+        rb"<bar> \1 <bar>",
     ),
     Mask(
         "dates and times (Nov 30 06:51, 2026-11-30 06:51:12)",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from belayer.actors.names import pid_of
 from belayer.actors.worker_recovery import look as look_worker
 from belayer.demo.failures import Kind, Planned
 from belayer.demo.stage import WORKER, Stage
@@ -192,15 +193,15 @@ class Striker:
         actors = self.stage.actors
 
         def there(view: View) -> bool:
-            return view.ended or (view.sandbox.phase == "recovering" and _pid_in(view.recovered_by) in actors.processes)
+            return view.ended or (view.sandbox.phase == "recovering" and pid_of(view.recovered_by) in actors.processes)
 
         if not await self.view.until(there, _PHASE_S) or self.view.ended:
             return None
         first = self.view.recovered_by
         await asyncio.sleep(planned.delay_s)
-        if _pid_in(first) not in actors.processes:
+        if pid_of(first) not in actors.processes:
             return None
-        await actors.kill(_pid_in(first))
+        await actors.kill(pid_of(first))
         await actors.start_one()
         if self.view.sandbox.phase != "recovering" or self.view.recovered_by != first:
             return None
@@ -221,9 +222,3 @@ class Striker:
         now = time.time_ns()
         await kill(container.pid, container.pid_start_ticks)
         return Struck(planned, now, container.incarnation, where)
-
-
-def _pid_in(recovered_by: str) -> int:
-    """The process id in an actor's name, `actors/HOST-PID-SUFFIX`; 0 when it has none."""
-    words = recovered_by.rsplit("-", 2)
-    return int(words[1]) if len(words) == 3 and words[1].isdecimal() else 0

@@ -48,6 +48,8 @@ class SandboxState(msgspec.Struct, frozen=True):
     """How often in a row the sandbox has gone back to the same boundary: an action that kills its container, likely."""
     epoch: int = 0
     sequence: int = 0
+    writer: str = ""
+    """Who began the epoch."""
 
     @property
     def incarnation(self) -> str:
@@ -106,7 +108,7 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
         case SandboxRemoved():
             return replace(state, sequence=sequence, phase="removed", published={}, open_checkpoint=None)
         case EpochStarted():
-            return replace(state, sequence=sequence, epoch=event.epoch)
+            return replace(state, sequence=sequence, epoch=event.epoch, writer=event.writer)
         case _:
             return replace(state, sequence=sequence)
 
