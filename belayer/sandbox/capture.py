@@ -17,7 +17,7 @@ from pathlib import Path
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
 from belayer.processes import is_alive
 from belayer.sandbox.captured import Captured, file_digest
-from belayer.sandbox.containers import RUN_LABEL, TRAJECTORY_LABEL, Container
+from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
 from belayer.sandbox.criu import Criu, CriuError, Target
 from belayer.sandbox.freezer import Freezer, freezer_of
@@ -65,7 +65,8 @@ class Capture:
         self._name = name
         self._action = action
         self._runner = runner
-        self._traits = home.traits(incarnation.name)
+        self._owner = home.owner(incarnation.name)
+        self._traits = "" if self._owner is None else self._owner.traits
         self._cancelled = threading.Event()
         self._noise = ""
 
@@ -212,8 +213,8 @@ class Capture:
         (folder / LAYER_INDEX).write_bytes(captured.encode())
         manifest = Manifest(
             checkpoint=self._name,
-            run=self._container.labels.get(RUN_LABEL, ""),
-            trajectory=self._container.labels.get(TRAJECTORY_LABEL, ""),
+            run="" if self._owner is None else self._owner.run,
+            trajectory="" if self._owner is None else self._owner.trajectory,
             incarnation=self._incarnation.name,
             action=self._action,
             image_digest=self._container.image_digest,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from belayer.errors import HostUnfitError, SandboxError
-from belayer.journal.events import SandboxSpec
+from belayer.sandbox.owner import Owner
 
 if TYPE_CHECKING:
     import docker
@@ -42,7 +42,6 @@ class Container:
     image_digest: str
     upper: Path
     merged: Path
-    labels: Mapping[str, str]
 
 
 class Containers:
@@ -80,17 +79,18 @@ class Containers:
             raise HostUnfitError("the sandbox's image", f"{image} is not on this machine", "build or pull it first")
         return found[0]["Id"]
 
-    def create(
-        self, run: str, trajectory: str, name: str, spec: SandboxSpec, image_digest: str, control: Path
-    ) -> Container:
+    def create(self, name: str, owner: Owner, control: Path) -> Container:
         """Create, not start, a container with the runner as its process 1."""
         api = self._api()
-        limits = {key: value for key, value in (("mem_limit", spec.memory_bytes),) if value is not None}
+        spec = owner.spec
+        limits: dict[str, Any] = {}
+        if spec.memory_bytes is not None:
+            limits["mem_limit"] = spec.memory_bytes
         if spec.cpus is not None:
             limits["nano_cpus"] = int(spec.cpus * 1e9)
         with self._errors():
             made = api.create_container(
-                image=image_digest,
+                image=owner.image_digest,
                 command=["python3", "-I", "-S", f"{MOUNT_POINT}/runner.py", f"{MOUNT_POINT}/control"],
                 entrypoint=[],
                 name=name,
@@ -99,7 +99,7 @@ class Containers:
                 environment=dict(spec.environment),
                 stdin_open=False,
                 tty=False,
-                labels={RUN_LABEL: run, TRAJECTORY_LABEL: trajectory, HOME_LABEL: str(self._home)},
+                labels={RUN_LABEL: owner.run, TRAJECTORY_LABEL: owner.trajectory, HOME_LABEL: str(self._home)},
                 host_config=api.create_host_config(
                     network_mode="none",
                     ipc_mode="private",
@@ -112,6 +112,11 @@ class Containers:
                 ),
             )
         return self.inspect(made["Id"])
+
+    def rename(self, container_id: str, name: str) -> None:
+        """Give a container another name."""
+        with self._errors():
+            self._api().rename(container_id, name)
 
     def start(self, container_id: str, checkpoint: str | None = None) -> Container:
         """Start it, or restore it from the checkpoint laid out in its `checkpoint_folder`."""
@@ -135,7 +140,6 @@ class Containers:
             image_digest=found["Image"],
             upper=Path(layers["UpperDir"]),
             merged=Path(layers["MergedDir"]),
-            labels=found["Config"]["Labels"] or {},
         )
 
     def remove(self, name: str) -> None:

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import structlog
+
 from belayer.errors import (
     BelayerError,
     CheckpointFailedError,
@@ -25,34 +27,37 @@ from belayer.errors import (
 from belayer.ids import checked_name
 from belayer.journal.events import SandboxSpec
 from belayer.processes import host_name, is_alive, kill, start_ticks
-from belayer.sandbox import bring_back
 from belayer.sandbox.capture import Capture
 from belayer.sandbox.containers import Container, Containers, DockerRefusedError
-from belayer.sandbox.control import make_folder
 from belayer.sandbox.criu import Criu
 from belayer.sandbox.docker_sandbox import DockerSandbox, thaw_abandoned
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home, default_home
-from belayer.sandbox.manifest import RUNNER_STATE, Manifest, read_manifest, verify
+from belayer.sandbox.making import PROBE_S, Maker
+from belayer.sandbox.manifest import Manifest, read_manifest, verify
+from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
-from belayer.sandbox.quiet import traits
+from belayer.sandbox.spares import Spares
 from belayer.sandbox.tree import kill_tracers
 
 SETUP_TIMEOUT_S = 600.0
 CHECKPOINT_TIMEOUT_S = 120.0
 LET_GO_S = 0.5
 """How long a checkpoint at work may take to see that its container is being removed."""
-PROBE_S = 20.0
-"""How long a started or restored runner may take to answer for the first time."""
+SPARES = 4
+log = structlog.get_logger("belayer.sandbox")
 
 
 class DockerHost:
     """See the module. `async with open_host() as host`, which checks the machine; or make one and check it yourself."""
 
-    def __init__(self, home: Path | None = None) -> None:
+    def __init__(self, home: Path | None = None, spares: int = 0) -> None:
+        """`spares`: how many started containers may wait for a restore; see `spares.py`."""
         self._home = Home(home or default_home())
         self._criu = Criu(self._home.criu)
         self._containers = Containers(self._home.root)
+        self._maker = Maker(self._home, self._containers)
+        self._spares = Spares(self._home, self._maker, self.remove, spares)
 
     def check(self) -> None:
         """HostUnfitError, with what to do, when this machine cannot run sandboxes. Blocks; about 0.1 s."""
@@ -66,9 +71,14 @@ class DockerHost:
         self._criu.check()
         self._home.remove_leftovers()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of Docker; containers go on."""
+        await self._spares.close()
         self._containers.close()
+
+    async def spares_settled(self) -> None:
+        """Return once no spare container is being made."""
+        await self._spares.settled()
 
     # --- containers ---
 
@@ -77,12 +87,8 @@ class DockerHost:
         image = await asyncio.to_thread(self._containers.image_digest, spec.image)
         await self.remove(incarnation)
         try:
-            made = await asyncio.to_thread(self._make, run, trajectory, incarnation, spec, image, None)
-            started = await asyncio.to_thread(self._containers.start, made.id)
-            here = self._incarnation(started)
+            here = await self._maker.fresh(incarnation, Owner(run, trajectory, spec, image))
             async with DockerSandbox(self._home, here) as sandbox:
-                await sandbox.ping(PROBE_S)
-                self._home.set_traits(incarnation, traits(here.pid))
                 for command in spec.setup:
                     done = await sandbox.set_up(command, SETUP_TIMEOUT_S)
                     if done.exit_status != 0:
@@ -109,14 +115,15 @@ class DockerHost:
 
     async def remove(self, incarnation: str) -> None:
         """Kill and remove the container and its folders, whatever state they are in. Nothing there is fine."""
-        checked_name(incarnation)
-        with suppress(DockerRefusedError):
-            container = await asyncio.to_thread(self._containers.inspect, incarnation)
-            await self._kill(container)
-        try:
-            await asyncio.to_thread(self._containers.remove, incarnation)
-        except DockerRefusedError as error:
-            raise HostUnfitError("Docker", f"it does not remove {incarnation}: {error}", "see its log") from None
+        owner = self._home.owner(checked_name(incarnation))
+        # A container that was to be a spare and was taken by somebody who died still has its old name.
+        for name in {incarnation, owner.container_id if owner is not None else ""} - {""}:
+            with suppress(DockerRefusedError):
+                await self._kill(await asyncio.to_thread(self._containers.inspect, name))
+            try:
+                await asyncio.to_thread(self._containers.remove, name)
+            except DockerRefusedError as error:
+                raise HostUnfitError("Docker", f"it does not remove {incarnation}: {error}", "see its log") from None
         await asyncio.to_thread(self._home.remove_run_folder, incarnation)
 
     async def remove_run(self, run: str) -> None:
@@ -133,9 +140,9 @@ class DockerHost:
         """Names of all containers of ours here (of one run), dead or alive; half-made ones have only a folder."""
         found = set(await asyncio.to_thread(self._containers.names, run))
         for name in self._home.run_folders():
-            with suppress(OSError):
-                if run is None or self._home.run_of(name) == run:
-                    found.add(name)
+            owner = self._home.owner(name)
+            if run is None or (owner is not None and owner.run == run):
+                found.add(name)
         return sorted(found)
 
     # --- checkpoints ---
@@ -154,7 +161,7 @@ class DockerHost:
         capture = Capture(self._home, self._criu, incarnation, container, checkpoint, action, runner)
         work = asyncio.ensure_future(asyncio.to_thread(capture.run, CHECKPOINT_TIMEOUT_S))
         try:
-            return await asyncio.shield(work)
+            report = await asyncio.shield(work)
         except asyncio.CancelledError:
             capture.cancel()
             with suppress(BelayerError):
@@ -164,6 +171,10 @@ class DockerHost:
         except CheckpointFailedError:
             await self._probe_or_kill(incarnation)
             raise
+        owner = self._home.owner(incarnation.name)
+        if owner is not None:
+            self._spares.want(owner)
+        return report
 
     async def restore(
         self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str
@@ -171,22 +182,20 @@ class DockerHost:
         """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it."""
         folder = self.checkpoint_path(checkpoint)
         manifest = await asyncio.to_thread(read_manifest, folder)
+        await asyncio.to_thread(verify, folder, manifest)
         await self.remove(incarnation)
+        owner = Owner(run, trajectory, spec, manifest.image_digest, traits=manifest.traits)
         try:
-            await asyncio.to_thread(verify, folder, manifest)
-            here = await asyncio.to_thread(self._bring_back, run, trajectory, incarnation, spec, folder, manifest)
-            async with DockerSandbox(self._home, here) as sandbox:
-                if manifest.quiet:
-                    await sandbox.adopt((folder / RUNNER_STATE).read_bytes(), PROBE_S)
-                last = await sandbox.ping(PROBE_S)
-            if last != manifest.action:
-                raise RestoreFailedError(checkpoint, f"its runner says {last} actions, not {manifest.action}")
+            here = await self._from_spare(incarnation, owner, folder, manifest)
+            if here is None:
+                here = await self._maker.restored(incarnation, owner, folder, manifest)
         except (DockerRefusedError, SandboxFailedError, OSError) as error:
             await self._give_up(incarnation)
             raise RestoreFailedError(checkpoint, str(error)) from None
         except BaseException:
             await self._give_up(incarnation)
             raise
+        self._spares.want(owner)
         return here
 
     async def remove_checkpoint(self, checkpoint: str) -> None:
@@ -204,34 +213,20 @@ class DockerHost:
 
     # --- steps ---
 
-    def _make(
-        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, image: str, action: int | None
-    ) -> Container:
-        self._home.make_run_folder(incarnation, run)
-        control = self._home.control_folder(incarnation)
-        make_folder(control, action)
-        return self._containers.create(run, trajectory, incarnation, spec, image, control)
-
-    def _bring_back(
-        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, folder: Path, manifest: Manifest
-    ) -> Incarnation:
-        action = None if manifest.quiet else manifest.action
-        made = self._make(run, trajectory, incarnation, spec, manifest.image_digest, action)
-        captured = bring_back.fill_layer(folder, made.upper)
-        if captured is not None:
-            self._home.set_captured(incarnation, captured)
-        self._home.set_traits(incarnation, manifest.traits)
-        checkpoint = None
+    async def _from_spare(self, incarnation: str, owner: Owner, folder: Path, manifest: Manifest) -> Incarnation | None:
+        """Brought back in a spare container; None when none waits or it does not work out."""
         if not manifest.quiet:
-            checkpoint = manifest.checkpoint
-            bring_back.link_images(folder, manifest, self._containers.checkpoint_folder(made.id, checkpoint))
-        return self._incarnation(self._containers.start(made.id, checkpoint))
-
-    def _incarnation(self, container: Container) -> Incarnation:
-        ticks = start_ticks(container.pid) if container.pid else 0
-        if not ticks:
-            raise SandboxFailedError(container.name, "its process 1 ended at once; `docker logs` may say why")
-        return Incarnation(container.name, container.id, container.image_digest, host_name(), container.pid, ticks)
+            return None
+        for spare in self._spares.find(owner.key):
+            try:
+                here = await self._maker.from_spare(spare, incarnation, owner, folder, manifest)
+            except (DockerRefusedError, SandboxError, OSError) as error:
+                log.warning("a spare container was of no use", spare=spare, error=str(error))
+                await self.remove(incarnation)
+                continue
+            if here is not None:
+                return here
+        return None
 
     async def _kill(self, container: Container) -> None:
         """End process 1, which Docker alone cannot: frozen (cgroup v1) it dies only when thawed, traced by a CRIU whose
@@ -265,11 +260,11 @@ class DockerHost:
 
 
 @asynccontextmanager
-async def open_host(home: Path | None = None) -> AsyncIterator[DockerHost]:
+async def open_host(home: Path | None = None, spares: int = SPARES) -> AsyncIterator[DockerHost]:
     """A checked DockerHost of $BELAYER_HOME (default /var/lib/belayer). HostUnfitError says what is missing."""
-    host = DockerHost(home)
+    host = DockerHost(home, spares)
     try:
         await asyncio.to_thread(host.check)
         yield host
     finally:
-        host.close()
+        await host.close()

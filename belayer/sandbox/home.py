@@ -25,6 +25,7 @@ import msgspec
 
 from belayer import ids
 from belayer.sandbox.captured import Captured
+from belayer.sandbox.owner import Owner
 
 DEFAULT = "/var/lib/belayer"
 POLL_S = 0.01
@@ -57,24 +58,29 @@ class Home:
     def control_folder(self, incarnation: str) -> Path:
         return self.run_folder(incarnation) / "control"
 
-    def make_run_folder(self, incarnation: str, run: str) -> None:
-        """A fresh one; which run it is of is written there, since a half-made container has no label yet."""
-        folder = self.run_folder(incarnation)
-        folder.mkdir(mode=0o700)
-        (folder / "run").write_text(run)
+    def make_run_folder(self, incarnation: str, owner: Owner) -> None:
+        """A fresh one, owned before its container is made. FileExistsError when there is one."""
+        self.run_folder(incarnation).mkdir(mode=0o700)
+        self.set_owner(incarnation, owner)
 
-    def run_of(self, incarnation: str) -> str:
-        """The run that a container's folder belongs to. OSError when there is no folder."""
-        return (self.run_folder(incarnation) / "run").read_text()
+    def owner(self, incarnation: str) -> Owner | None:
+        """None when there is no folder, or one that was just begun."""
+        with suppress(OSError, msgspec.MsgspecError):
+            return Owner.decode((self.run_folder(incarnation) / "owner").read_bytes())
+        return None
 
-    def traits(self, incarnation: str) -> str:
-        """What process 1 was like when it was fresh; empty when nobody has written it down."""
-        with suppress(OSError):
-            return (self.run_folder(incarnation) / "traits").read_text()
-        return ""
+    def set_owner(self, incarnation: str, owner: Owner) -> None:
+        """OSError when the folder is gone."""
+        _replace(self.run_folder(incarnation) / "owner", owner.encode())
 
-    def set_traits(self, incarnation: str, traits: str) -> None:
-        (self.run_folder(incarnation) / "traits").write_text(traits)
+    def hand_over(self, spare: str, incarnation: str, owner: Owner) -> bool:
+        """Give a spare container's folder to an incarnation. False when somebody else was faster."""
+        try:
+            self.run_folder(spare).rename(self.run_folder(incarnation))
+        except FileNotFoundError:
+            return False
+        self.set_owner(incarnation, owner)
+        return True
 
     def captured(self, incarnation: str) -> Captured | None:
         """What was captured last of the container; None when nothing was, or it cannot be read."""
@@ -83,10 +89,8 @@ class Home:
         return None
 
     def set_captured(self, incarnation: str, captured: Captured) -> None:
-        """By rename: a reader sees the old one or the new one. OSError when the folder is gone."""
-        folder = self.run_folder(incarnation)
-        (folder / "captured.new").write_bytes(captured.encode())
-        (folder / "captured.new").rename(folder / "captured")
+        """OSError when the folder is gone."""
+        _replace(self.run_folder(incarnation) / "captured", captured.encode())
 
     def run_folders(self) -> list[str]:
         """Incarnations that have a folder here, whether or not a container goes with it."""
@@ -168,6 +172,13 @@ def remove_tree(folder: Path) -> None:
             return
         if not folder.exists():
             return
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """By rename: a reader sees the old contents or the new."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(data)
+    new.rename(path)
 
 
 def _try_lock(fd: int) -> bool:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CHUNK_BYTES = 1 << 20
+OVERLAY = "trusted.overlay."
 FICLONE = 0x40049409
 """ioctl_ficlone(2): share the data of a whole file."""
 
@@ -122,7 +123,8 @@ def copy_xattrs_of(source: int, target: int, name: bytes) -> None:
         copy = os.open(name, FOLDER, dir_fd=target)
         try:
             for old in os.listxattr(copy):
-                os.removexattr(copy, old)
+                if not old.startswith(OVERLAY):
+                    os.removexattr(copy, old)
             _copy_xattrs(original, copy)
         finally:
             os.close(copy)
@@ -184,5 +186,10 @@ def _copy_range(original: int, copy: int, start: int, size: int) -> int:
 
 
 def _copy_xattrs(original: int, copy: int) -> None:
+    """Overlay's own attributes mean something in a layer, and cannot be set through an overlay mount."""
     for name in os.listxattr(original):
-        os.setxattr(copy, name, os.getxattr(original, name))
+        try:
+            os.setxattr(copy, name, os.getxattr(original, name))
+        except OSError as error:
+            if not name.startswith(OVERLAY) or error.errno not in (errno.EOPNOTSUPP, errno.EPERM):
+                raise

@@ -27,7 +27,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def host(home: Path) -> AsyncIterator[DockerHost]:
-    async with open_host(home) as opened:
+    async with open_host(home, spares=0) as opened:
         yield opened
 
 

@@ -135,7 +135,7 @@ async def test_a_machine_without_criu_is_unfit(tmp_path: Path) -> None:
     (tmp_path / "criu" / "criu").chmod(0o755)
     with pytest.raises(HostUnfitError, match=r"3\.17 is too old"):
         host.check()
-    host.close()
+    await host.close()
 
 
 async def test_a_machine_without_docker_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,74 @@
+"""A captured layer put into a running container that waits for it, through its own merged root.
+
+Whiteouts become removals and opaque folders are emptied first, so that the container sees what the captured one saw.
+Nobody but the waiting runner is in there yet; all the same no link of the layer or the image is followed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from belayer.sandbox.scan import FOLDER, Scan, copy_entry, copy_metadata, copy_xattrs_of, parent_of, remove_entry, scan
+
+OPAQUE = "trusted.overlay.opaque"
+OUR_MOUNTS = frozenset((b".belayer", b".belayer/control", b".belayer/runner.py"))
+"""Docker leaves the mount points of our folder in every layer; they are there already."""
+
+
+def apply(saved: Path, root: Path) -> None:
+    """Make the container whose root is seen at `root` hold what the layer says. OSError when it cannot."""
+    source = os.open(saved, FOLDER)
+    try:
+        # The path leads through /proc/PID/root, a link of the kernel's into the container: only that one is followed.
+        target = os.open(root, FOLDER & ~os.O_NOFOLLOW)
+        try:
+            _apply(source, target, scan(source))
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+
+
+def _apply(source: int, target: int, entries: Scan) -> None:
+    copies: dict[int, bytes] = {}
+    for path, found in entries.items():
+        if path in OUR_MOUNTS:
+            continue
+        with parent_of(source, path) as (folder, name), parent_of(target, path) as (into, _):
+            if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+                remove_entry(into, name)
+            elif stat.S_ISDIR(found.st_mode):
+                _apply_folder(folder, into, name, found)
+            else:
+                remove_entry(into, name)
+                other = copies.get(found.st_ino) if found.st_nlink > 1 else None
+                if other is not None:
+                    with parent_of(target, other) as (there, other_name):
+                        os.link(other_name, name, src_dir_fd=there, dst_dir_fd=into, follow_symlinks=False)
+                elif not copy_entry(folder, into, name, found):
+                    raise OSError("the saved layer changed while it was read")
+                else:
+                    copies[found.st_ino] = path
+    for path, found in reversed(entries.items()):
+        if stat.S_ISDIR(found.st_mode) and path not in OUR_MOUNTS:
+            with parent_of(target, path) as (into, name):
+                copy_metadata(into, name, found)
+
+
+def _apply_folder(folder: int, into: int, name: bytes, found: os.stat_result) -> None:
+    original = os.open(name, FOLDER, dir_fd=folder)
+    try:
+        opaque = OPAQUE in os.listxattr(original)
+    finally:
+        os.close(original)
+    try:
+        there = stat.S_ISDIR(os.stat(name, dir_fd=into, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        there = False
+    if not there or opaque:
+        remove_entry(into, name)
+        copy_entry(folder, into, name, found)
+    else:
+        copy_xattrs_of(folder, into, name)

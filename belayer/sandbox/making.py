@@ -1,0 +1,131 @@
+"""Containers made from an image, from a checkpoint, or from a spare one that waits. Callers remove what fails half-way.
+
+A checkpoint of a quiet container is a fresh container over the saved files, whose runner is told where to go on; any
+other is restored by CRIU, through Docker, so that Docker lists, enters, logs and ends it like its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from belayer.errors import RestoreFailedError, SandboxFailedError
+from belayer.processes import host_name, is_alive, start_ticks
+from belayer.sandbox.apply import apply
+from belayer.sandbox.captured import rebase
+from belayer.sandbox.containers import Container, Containers
+from belayer.sandbox.control import make_folder
+from belayer.sandbox.docker_sandbox import DockerSandbox
+from belayer.sandbox.home import Home
+from belayer.sandbox.layer import fill
+from belayer.sandbox.manifest import IMAGES, LAYER, RUNNER_STATE, Manifest, read_index
+from belayer.sandbox.owner import Owner
+from belayer.sandbox.protocol import Incarnation
+from belayer.sandbox.quiet import traits
+
+PROBE_S = 20.0
+"""How long a started or restored runner may take to answer for the first time."""
+CLIMB = "../" * 40
+"""More levels than any folder that Docker or containerd unpacks images to; / is its own parent."""
+
+
+class Maker:
+    """Makes the containers of one Belayer folder. Its blocking steps run in threads."""
+
+    def __init__(self, home: Home, containers: Containers) -> None:
+        self._home = home
+        self._containers = containers
+
+    async def fresh(self, name: str, owner: Owner) -> Incarnation:
+        """A started container of the image, whose runner answers."""
+        made = await asyncio.to_thread(self._make, name, owner, None)
+        here = _incarnation(await asyncio.to_thread(self._containers.start, made.id))
+        async with DockerSandbox(self._home, here) as sandbox:
+            await sandbox.ping(PROBE_S)
+        written = msgspec.structs.replace(owner, container_id=made.id, traits=traits(here.pid))
+        self._home.set_owner(name, written)
+        return here
+
+    async def restored(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest) -> Incarnation:
+        """A container in the checkpoint's state, whose runner says so."""
+        here = await asyncio.to_thread(self._restore, name, owner, checkpoint, manifest)
+        await self._probe(here, checkpoint, manifest)
+        return here
+
+    async def from_spare(
+        self, spare: str, name: str, owner: Owner, checkpoint: Path, manifest: Manifest
+    ) -> Incarnation | None:
+        """The same from a spare container, for a quiet checkpoint. None when somebody else has taken the spare."""
+        here = await asyncio.to_thread(self._take, spare, name, owner, checkpoint)
+        if here is not None:
+            await self._probe(here, checkpoint, manifest)
+        return here
+
+    # --- steps ---
+
+    def _make(self, name: str, owner: Owner, action: int | None) -> Container:
+        self._home.make_run_folder(name, owner)
+        control = self._home.control_folder(name)
+        make_folder(control, action)
+        made = self._containers.create(name, owner, control)
+        self._home.set_owner(name, msgspec.structs.replace(owner, container_id=made.id))
+        return made
+
+    def _restore(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest) -> Incarnation:
+        made = self._make(name, owner, None if manifest.quiet else manifest.action)
+        fill(checkpoint / LAYER, made.upper)
+        self._rebase(name, checkpoint, made.upper)
+        if manifest.quiet:
+            return _incarnation(self._containers.start(made.id))
+        link_images(checkpoint, manifest, self._containers.checkpoint_folder(made.id, manifest.checkpoint))
+        return _incarnation(self._containers.start(made.id, manifest.checkpoint))
+
+    def _take(self, spare: str, name: str, owner: Owner, checkpoint: Path) -> Incarnation | None:
+        before = self._home.owner(spare)
+        if before is None or not before.traits:
+            return None
+        taken = msgspec.structs.replace(owner, container_id=before.container_id)
+        if not self._home.hand_over(spare, name, taken):
+            return None
+        self._containers.rename(before.container_id, name)
+        found = self._containers.inspect(before.container_id)
+        here = _incarnation(found)
+        apply(checkpoint / LAYER, Path(f"/proc/{here.pid}/root"))
+        if not is_alive(here.pid, here.pid_start_ticks):
+            raise SandboxFailedError(name, "the spare container ended")
+        self._rebase(name, checkpoint, found.upper)
+        return here
+
+    def _rebase(self, name: str, checkpoint: Path, upper: Path) -> None:
+        index = read_index(checkpoint)
+        if index is not None:
+            self._home.set_captured(name, rebase(upper, index))
+
+    async def _probe(self, here: Incarnation, checkpoint: Path, manifest: Manifest) -> None:
+        async with DockerSandbox(self._home, here) as sandbox:
+            if manifest.quiet:
+                await sandbox.adopt((checkpoint / RUNNER_STATE).read_bytes(), PROBE_S)
+            last = await sandbox.ping(PROBE_S)
+        if last != manifest.action:
+            raise RestoreFailedError(checkpoint.name, f"its runner says {last} actions, not {manifest.action}")
+
+
+def link_images(checkpoint: Path, manifest: Manifest, folder: Path) -> None:
+    """Lay the images out where Docker looks for them, as links.
+
+    Docker packs and copies images on their way to CRIU. A relative link, with enough `../` to reach / from wherever the
+    copy is unpacked, is copied instead, in no time.
+    """
+    folder.mkdir(mode=0o700, parents=True)
+    images = (checkpoint / IMAGES).resolve()
+    for name in manifest.images:
+        (folder / name).symlink_to(CLIMB + str(images / name).lstrip("/"))
+
+
+def _incarnation(container: Container) -> Incarnation:
+    ticks = start_ticks(container.pid) if container.pid else 0
+    if not ticks:
+        raise SandboxFailedError(container.name, "its process 1 ended at once; `docker logs` may say why")
+    return Incarnation(container.name, container.id, container.image_digest, host_name(), container.pid, ticks)

@@ -1,0 +1,83 @@
+"""Spare containers: a quiet checkpoint comes back in one that waits, exactly as in a fresh one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from belayer.sandbox.docker_host import open_host
+from belayer.sandbox.spares import PREFIX
+from tests.sandbox.conftest import SPEC, Bench
+from tests.sandbox.test_full_checkpoint import FILES, LOOK
+
+pytestmark = pytest.mark.sandbox
+
+
+@pytest.fixture
+async def bench(home: Path) -> AsyncIterator[Bench]:
+    async with open_host(home, spares=2) as host:
+        made = Bench(host)
+        try:
+            yield made
+        finally:
+            await host.remove_run(made.run)
+
+
+async def spares(bench: Bench) -> list[str]:
+    await bench.host.spares_settled()
+    return [name for name in await bench.host.incarnations(bench.run) if name.startswith(PREFIX)]
+
+
+async def test_a_spare_is_taken_and_another_made(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh(FILES.replace("; echo in-shm > /dev/shm/note", ""))
+    looked = await live.sh(LOOK.replace("cat /dev/shm/note; ", ""))
+    assert await spares(bench) == []
+    checkpoint = await live.checkpoint()
+    (spare,) = await spares(bench)
+    back = await live.kill_and_restore(checkpoint)
+    assert back.incarnation.container_id != live.incarnation.container_id
+    assert await back.sh(LOOK.replace("cat /dev/shm/note; ", "")) == looked
+    assert spare not in await spares(bench), "it has its new name"
+    assert len(await spares(bench)) == 1, "and another waits"
+
+    await back.sh("echo more > more")
+    again = await back.kill_and_restore(await back.checkpoint())
+    assert await again.sh("cat more") == "more\n"
+    assert await again.sh(LOOK.replace("cat /dev/shm/note; ", "") + "rm more") != looked
+
+
+async def test_other_kinds_are_left_alone_and_their_number_is_bounded(bench: Bench) -> None:
+    lives = []
+    for n in range(3):
+        lives.append(await bench.create(msgspec.structs.replace(SPEC, environment={"KIND": str(n)})))
+        await lives[-1].sh("echo $KIND > kind")
+        checkpoint = await lives[-1].checkpoint()
+        assert len(await spares(bench)) == min(2, n + 1)
+    back = await bench.restore(checkpoint, 1, msgspec.structs.replace(SPEC, environment={"KIND": "2"}))
+    assert await back.sh("echo $KIND; cat kind") == "2\n2\n", "no spare of this kind: made afresh"
+    await bench.host.remove(lives[0].incarnation.name)
+    await lives[1].checkpoint()
+    assert len(await spares(bench)) == 1, "one whose kind is gone is of no use"
+
+
+async def test_a_dead_spare_is_passed_over(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("echo here > file")
+    checkpoint = await live.checkpoint()
+    (spare,) = await spares(bench)
+    await bench.host.remove(spare)
+    (bench.host.checkpoint_path("x").parent.parent / "run" / spare).mkdir()
+    back = await live.kill_and_restore(checkpoint)
+    assert await back.sh("cat file") == "here\n"
+
+
+async def test_nothing_waits_after_the_run(bench: Bench) -> None:
+    live = await bench.create()
+    await live.checkpoint()
+    await bench.host.remove_run(bench.run)
+    assert await spares(bench) == []
+    assert await bench.host.incarnations(bench.run) == []
