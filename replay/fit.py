@@ -20,7 +20,7 @@ from belayer.journal.events import (
     TrajectoryFinished,
     TrajectoryResumed,
 )
-from belayer.projections.trajectory import Boundary, Generation, TrajectoryState, evolve
+from belayer.projections.trajectory import Boundary, Generation, Step, TrajectoryState, evolve
 
 _MOST_INVENTED = 1000
 """A damaged number may be anything; so many generations are invented at most to match it."""
@@ -48,8 +48,9 @@ def made_to_fit(state: TrajectoryState, event: AnyEvent) -> TrajectoryState:
             return replace(state, action=ActionStarted(event.action, "", 0.0, ""))
         case Rewound():
             to = Boundary(event.to_boundary, event.to_sequence)
-            kept = tuple(boundary for boundary in state.boundaries if boundary.sequence < to.sequence)
-            return replace(state, boundaries=(*kept, to))
+            state = evolve(state, state.sequence, event)
+            step = Step(ActionStarted(to.number, "", 0.0, ""), ActionCommitted(to.number, 0, b"", b"", 0.0), to)
+            return replace(state, boundaries=(*state.boundaries, to), segments=(*state.segments, step))
         case TrajectoryResumed():
             return replace(state, phase="recovering")
         case _:

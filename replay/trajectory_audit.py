@@ -57,7 +57,7 @@ class TrajectoryAudit:
             self._judge(sequence, event)
         self._note(sequence, event, judge)
         self._state = evolve(self._state, sequence, _without_payload(event))
-        self._follow(sequence, event)
+        self._follow(sequence)
 
     def facts(self, sequence: int, whole: bool) -> TrajectoryFacts:
         """What other streams' checks need, once the stream has ended."""
@@ -123,6 +123,7 @@ class TrajectoryAudit:
         """The environment's side, and what the other streams' checks will ask for."""
         match event:
             case ActionStarted():
+                self._cut = (0, 0)
                 if not self._environment.incarnation and event.sandbox_incarnation:
                     self._resumptions.append(Resumption(sequence, self._state.boundary, event.sandbox_incarnation))
                 problem = self._environment.start_action(event.action, event.sandbox_incarnation, self._state.boundary)
@@ -139,24 +140,28 @@ class TrajectoryAudit:
             case Rewound():
                 self._boundaries.supersede(event.to_sequence, sequence)
                 self._cut = (self._state.generations + 1, self._state.boundary.number + 1)
-            case GenerationStarted() | GenerationResumed():
-                if event.incarnation:
-                    self._engines.setdefault((event.worker, event.incarnation), sequence)
+                self._chunks_faulted = False
+            case GenerationStarted():
+                self._cut = (0, 0)
+                self._chunks_faulted = False
+                self._serve(event, sequence)
+            case GenerationResumed():
+                self._serve(event, sequence)
             case _:
                 pass
 
-    def _follow(self, sequence: int, event: AnyEvent) -> None:
-        """Set where the next chunk belongs."""
+    def _serve(self, event: GenerationStarted | GenerationResumed, sequence: int) -> None:
+        if event.incarnation:
+            self._engines.setdefault((event.worker, event.incarnation), sequence)
+
+    def _follow(self, sequence: int) -> None:
+        """Set where the next chunk belongs, and since when a recovery is open."""
         generation = self._state.generation
-        self.generation, self.offset = (generation.number, generation.count) if generation is not None else (0, 0)
-        if isinstance(event, GenerationStarted | Rewound):
-            self._chunks_faulted = False
-        if isinstance(event, GenerationStarted | ActionStarted):
-            self._cut = (0, 0)
-        if self._state.phase == "recovering":
-            self._recovery_at = self._recovery_at or sequence
+        if generation is None:
+            self.generation = self.offset = 0
         else:
-            self._recovery_at = 0
+            self.generation, self.offset = generation.number, generation.count
+        self._recovery_at = 0 if self._state.phase != "recovering" else self._recovery_at or sequence
 
 
 def _without_payload(event: AnyEvent) -> AnyEvent:

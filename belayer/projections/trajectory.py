@@ -109,8 +109,8 @@ class TrajectoryState(msgspec.Struct, frozen=True):
 
     @property
     def generations(self) -> int:
-        """How many generations the live branch has finished."""
-        return sum(isinstance(segment, Generation) for segment in self.segments)
+        """How many generations the live branch has finished: its segments but for the steps, one for each boundary."""
+        return len(self.segments) - (len(self.boundaries) - 1)
 
     @property
     def steps(self) -> Iterator[Step]:
