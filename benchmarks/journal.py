@@ -38,7 +38,10 @@ from benchmarks.journal_loads import (
     closed_loop,
     lost_and_doubled,
     offered,
+    pings,
+    quantile,
     raw_xadd,
+    raw_xadd_asyncio,
     redis_benchmark,
     take_over_all,
 )
@@ -127,6 +130,7 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
     chunks = Chunks(tokens)
     ours: list[Measured] = []
     raw: list[Measured] = []
+    raw_asyncio: list[Measured] = []
     memory: list[float] = []
     async with fresh_server(durability) as server:
         store = await open_store(server.url, durability=durability)
@@ -140,14 +144,14 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
             entries = await store.read(writers[0].stream, 1)
             tally.add(await lost_and_doubled(store, writers, total), total)
             await ask(server.url, "FLUSHALL", "SYNC")
-            raw.append(
-                await asyncio.to_thread(
-                    raw_xadd, server.url, bodies_of(entries), trajectories, total, durability, f"raw{number}"
-                )
-            )
+            plain = (server.url, bodies_of(entries), trajectories, total, durability)
+            raw.append(await asyncio.to_thread(raw_xadd, *plain, f"raw{number}"))
+            await ask(server.url, "FLUSHALL", "SYNC")
+            raw_asyncio.append(await raw_xadd_asyncio(*plain, f"raw-asyncio{number}"))
             await ask(server.url, "FLUSHALL", "SYNC")
         await store.close()
     ratios = [one.rate / other.rate for one, other in zip(ours, raw, strict=True)]
+    to_asyncio = [one.rate / other.rate for one, other in zip(ours, raw_asyncio, strict=True)]
     return {
         "mode": str(durability),
         "trajectories": trajectories,
@@ -155,8 +159,10 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
         "chunk_bytes": len(entries[0].body),
         "ours": merged(ours).figures(),
         "raw": merged(raw).figures(),
+        "raw_asyncio": merged(raw_asyncio).figures(),
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
+        "ratio_to_asyncio": round(statistics.median(to_asyncio), 3),
         "redis_bytes_per_token": round(statistics.median(memory), 2),
     }
 
@@ -164,12 +170,18 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
 async def offer(per_s: int, tokens: int, seconds: float, rounds: int, tally: Tally) -> Any:
     """One row: latency under an offered load in mode everysec. The round with the median p99 counts."""
     runs: list[Measured] = []
+    floors: dict[int, float] = {}
     for seed in range(rounds):
         async with fresh_server(Durability.EVERYSEC) as server:
             store = await open_store(server.url)
             writers = await take_over_all(store, [f"t{number}" for number in range(OFFERED_TRAJECTORIES)])
             await closed_loop(writers, Chunks(tokens), len(writers))
-            runs.append(await offered(writers, Chunks(tokens), per_s, seconds, seed))
+            pinging = asyncio.create_task(pings(pinged := Server(parse_address(server.url), 30.0), 0.005))
+            run = await offered(writers, Chunks(tokens), per_s, seconds, seed)
+            pinging.cancel()
+            floors[id(run)] = quantile(await pinging, 0.99) * 1e3
+            pinged.close()
+            runs.append(run)
             tally.add(await lost_and_doubled(store, writers, runs[-1].chunks + len(writers)), runs[-1].chunks)
             await store.close()
     runs.sort(key=lambda run: run.latency_ms(0.99))
@@ -179,6 +191,7 @@ async def offer(per_s: int, tokens: int, seconds: float, rounds: int, tally: Tal
         "chunk_tokens": tokens,
         "trajectories": OFFERED_TRAJECTORIES,
         **middle.figures(),
+        "ping_p99_ms": round(floors[id(middle)], 3),
         "p99_ms_of_rounds": [round(run.latency_ms(0.99), 3) for run in runs],
     }
 
@@ -204,7 +217,8 @@ async def measure(modes: list[Durability], quick: bool, rounds: int) -> dict[str
     for load in loads:
         print(
             f"offered {load['offered_per_s']:>6}/s of {load['chunk_tokens']:>3} tokens, everysec: "
-            f"p50 {load['p50_ms']:.2f} ms, p99 {load['p99_ms']:.2f} ms, worst {load['worst_ms']:.1f} ms"
+            f"p50 {load['p50_ms']:.2f} ms, p99 {load['p99_ms']:.2f} ms, worst {load['worst_ms']:.1f} ms; "
+            f"PING p99 at the same time {load['ping_p99_ms']:.2f} ms"
         )
     plain: dict[str, float] = {}
     if (executable := shutil.which("redis-benchmark")) is not None:
@@ -227,7 +241,8 @@ def show(row: Any) -> None:
     ours, raw = row["ours"], row["raw"]
     print(
         f"{row['mode']:>10} {row['trajectories']:>5} x {row['chunk_tokens']:>3}: "
-        f"{ours['chunks_per_s']:>6}/s (raw {raw['chunks_per_s']:>6}/s, ratio {row['ratio']:.2f}), "
+        f"{ours['chunks_per_s']:>6}/s (raw {raw['chunks_per_s']:>6}/s, ratio {row['ratio']:.2f}; "
+        f"asyncio {row['ratio_to_asyncio']:.2f}), "
         f"p50 {ours['p50_ms']:.2f} p99 {ours['p99_ms']:.2f} worst {ours['worst_ms']:.1f} ms, "
         f"{ours['client_cpu_us_per_chunk']:.0f} us CPU, {row['redis_bytes_per_token']:.1f} B/token",
         flush=True,
@@ -241,7 +256,9 @@ def summary(rows: list[Any], loads: list[Any], tally: Tally) -> dict[str, Any]:
     small = [row for row in rows if row["chunk_tokens"] == 32 and row["trajectories"] > 1]
     return {
         "append_ratio": min(row["ratio"] for row in headline),
+        "append_ratio_to_asyncio": min(row["ratio_to_asyncio"] for row in headline),
         "p99_ms_2000_chunks_s_everysec": loads[0]["p99_ms"],
+        "ping_p99_ms_meanwhile": loads[0]["ping_p99_ms"],
         "p99_ms_20000_chunks_s_everysec": loads[1]["p99_ms"],
         "chunks_per_s_256_tokens": min(row["ours"]["chunks_per_s"] for row in headline),
         "chunks_per_s_32_tokens": min(

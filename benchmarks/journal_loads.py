@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import redis
+import redis.asyncio
 
 from belayer import ids
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.events import TokensAppended
 from belayer.journal.redis_store import RedisStore
+from belayer.journal.server import Server
 from belayer.journal.writer import Reader, StreamWriter, take_over
 
 RAW_PIPELINE = 256
@@ -37,8 +41,7 @@ class Measured:
 
     def latency_ms(self, share: float) -> float:
         """The latency that this share of the appends did not exceed."""
-        ordered = sorted(self.latencies_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
+        return quantile(self.latencies_s, share) * 1e3
 
     def figures(self) -> dict[str, float]:
         return {
@@ -48,6 +51,11 @@ class Measured:
             "worst_ms": round(max(self.latencies_s) * 1e3, 3),
             "client_cpu_us_per_chunk": round(self.cpu_s / self.chunks * 1e6, 1),
         }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class Chunks:
@@ -122,25 +130,62 @@ async def lost_and_doubled(store: RedisStore, writers: Sequence[StreamWriter], a
     return max(0, acknowledged - distinct), len(found) - distinct
 
 
+async def pings(server: Server, every_s: float) -> list[float]:
+    """Round trips of PING at a steady pace until cancelled: what the machine itself adds at this time, in seconds."""
+    loop = asyncio.get_running_loop()
+    took: list[float] = []
+    due = loop.time()
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            due += every_s
+            await asyncio.sleep(due - loop.time())
+            await server.ask("PING")
+            took.append(loop.time() - due)
+    return took
+
+
+async def raw_xadd_asyncio(
+    url: str, bodies: Sequence[bytes], streams: int, total: int, durability: Durability, prefix: str
+) -> Measured:
+    """The same with redis-py's asyncio client, which is what asynchronous rollout code would use instead of us."""
+    client = redis.asyncio.Redis(unix_socket_path=url.removeprefix("unix://"))
+    latencies: list[float] = []
+    begun, cpu, sent = time.perf_counter(), time.process_time(), 0
+    while sent < total:
+        started = time.perf_counter()
+        batch = min(streams, RAW_PIPELINE, total - sent)
+        await filled(client.pipeline(transaction=False), bodies, streams, sent, batch, durability, prefix).execute()
+        latencies += [time.perf_counter() - started] * batch
+        sent += batch
+    measured = Measured(total, time.perf_counter() - begun, time.process_time() - cpu, latencies)
+    await client.aclose()
+    return measured
+
+
+def filled(
+    pipeline: Any, bodies: Sequence[bytes], streams: int, sent: int, batch: int, durability: Durability, prefix: str
+) -> Any:
+    """The pipeline with the next `batch` XADDs in it, and the mode's confirmation."""
+    for at in range(sent, sent + batch):
+        pipeline.xadd(f"{prefix}-{at % streams}", {"e": bodies[at % len(bodies)]}, id=f"1-{at // streams + 1}")
+    if durability is Durability.FSYNC:
+        pipeline.execute_command("WAITAOF", 1, 0, 0)
+    elif durability is Durability.REPLICATED:
+        pipeline.execute_command("WAIT", 1, 0)
+    return pipeline
+
+
 def raw_xadd(
     url: str, bodies: Sequence[bytes], streams: int, total: int, durability: Durability, prefix: str
 ) -> Measured:
     """redis-py with hiredis, blocking (its fastest form): pipelines of explicit ids, confirmed as the mode says."""
     client = redis.Redis(unix_socket_path=url.removeprefix("unix://"))
-    names = [f"{prefix}-{number}" for number in range(streams)]
     latencies: list[float] = []
     begun, cpu, sent = time.perf_counter(), time.process_time(), 0
     while sent < total:
         started = time.perf_counter()
-        pipeline = client.pipeline(transaction=False)
         batch = min(streams, RAW_PIPELINE, total - sent)
-        for at in range(sent, sent + batch):
-            pipeline.xadd(names[at % streams], {"e": bodies[at % len(bodies)]}, id=f"1-{at // streams + 1}")
-        if durability is Durability.FSYNC:
-            pipeline.execute_command("WAITAOF", 1, 0, 0)
-        elif durability is Durability.REPLICATED:
-            pipeline.execute_command("WAIT", 1, 0)
-        pipeline.execute()
+        filled(client.pipeline(transaction=False), bodies, streams, sent, batch, durability, prefix).execute()
         latencies += [time.perf_counter() - started] * batch
         sent += batch
     measured = Measured(total, time.perf_counter() - begun, time.process_time() - cpu, latencies)

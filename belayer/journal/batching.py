@@ -31,7 +31,7 @@ from belayer.journal.writes import Append, TakeOver
 
 GROUPS = 2
 """Groups under way at once: we encode the next one while the server works on the other."""
-GROUP_BYTES = 1 << 18
+GROUP_BYTES = 1 << 17
 GROUP_WRITES = 512
 WAITING_BYTES = 64 << 20
 _LONGEST_PAUSE_S = 0.5

@@ -11,8 +11,9 @@ JournalUnavailableError.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from belayer.errors import InputError
 from belayer.ids import StreamId, StreamKind
@@ -81,11 +82,11 @@ class RedisStore:
         """How much is waiting to be stored, on all lanes."""
         return sum(lane.waiting_bytes for lane in self._lanes)
 
-    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
-        await self._lanes[self._keys.shard_of(stream)].append(stream, entry, notice_tag)
+    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Coroutine[Any, Any, None]:
+        return self._lanes[self._keys.shard_of(stream)].append(stream, entry, notice_tag)
 
-    async def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Entry | None:
-        return await self._lanes[self._keys.shard_of(stream)].take_over(stream, after, entry)
+    def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Coroutine[Any, Any, Entry | None]:
+        return self._lanes[self._keys.shard_of(stream)].take_over(stream, after, entry)
 
     async def last(self, stream: StreamId) -> Entry | None:
         found = await self._server.ask("XREVRANGE", self._keys.stream(stream), "+", "-", "COUNT", "1")

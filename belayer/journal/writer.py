@@ -76,7 +76,8 @@ class StreamWriter:
         self.epoch = epoch
         self.sequence = sequence
         self._digest = digest
-        self._uncertain: tuple[Entry, bytes, str | None] | None = None
+        self._uncertain: Entry | None = None
+        self._notice: str | None = None
 
     async def append(self, *events: AnyEvent, time_ns: int | None = None) -> int:
         """Store the events as one atomic group; the sequence of the last. Returns once they are durable as said."""
@@ -85,13 +86,15 @@ class StreamWriter:
         event_ids = [new_event_id() for _ in events]
         now_ns = time.time_ns() if time_ns is None else time_ns
         entry, digest = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
-        notice = None
+        self._notice = None
         for event in events:
             if type(event) in _NOTICED:
-                notice = tag_of(event)
+                self._notice = tag_of(event)
                 break
-        self._uncertain = (entry, digest, notice)
-        return await self.retry()
+        self._uncertain = entry
+        await self._store.append(self.stream, entry, self._notice)
+        self.sequence, self._digest, self._uncertain = entry.last_sequence, digest, None
+        return entry.last_sequence
 
     async def check_epoch(self) -> None:
         """FencedError if a later writer has the stream; costs a round trip, stores nothing."""
@@ -101,10 +104,9 @@ class StreamWriter:
 
     async def retry(self) -> int:
         """Settle an append whose outcome is unknown: store it if it was not. The sequence of the last event."""
-        if self._uncertain is not None:
-            entry, digest, notice = self._uncertain
-            await self._store.append(self.stream, entry, notice)
-            self.sequence, self._digest, self._uncertain = entry.last_sequence, digest, None
+        if (entry := self._uncertain) is not None:
+            await self._store.append(self.stream, entry, self._notice)
+            self.sequence, self._digest, self._uncertain = entry.last_sequence, entry.digest, None
         return self.sequence
 
 
