@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import msgspec
 from rich.console import Console
 from rich.table import Table
@@ -16,15 +18,14 @@ def as_json(report: Report, source: str) -> str:
 
 
 def show(report: Report, source: str, console: Console) -> None:
-    """The findings as a table, then one line that sums up."""
-    if report.findings:
-        table = Table(title=f"{source}: what does not hang together", title_justify="left")
-        table.add_column("stream", no_wrap=True)
-        table.add_column("sequence", justify="right")
-        table.add_column("check", style="bold red")
+    """The findings as a table under each stream's name, then one line that sums up."""
+    for stream, findings in groupby(report.findings, key=lambda finding: finding.stream):
+        table = Table(title=stream, title_justify="left", title_style="bold")
+        table.add_column("sequence", justify="right", no_wrap=True)
+        table.add_column("check", style="bold red", no_wrap=True)
         table.add_column("what is wrong", overflow="fold")
-        for finding in report.findings:
-            table.add_row(Text(finding.stream), str(finding.sequence), finding.check, Text(finding.message))
+        for finding in findings:
+            table.add_row(str(finding.sequence), finding.check, Text(finding.message))
         console.print(table)
     for stream in report.unpaired:
         console.print(Text(f"{stream}: its trajectory is not here; the checks between the two were left out", "yellow"))
