@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +27,7 @@ Examples:
   belayer demo --trajectories ~/my-runs --runs 1
 """
 
+T = TypeVar("T")
 _SHIPPED = Path(__file__).resolve().parents[2] / "examples" / "trajectories"
 
 
@@ -43,7 +46,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Decides when failures strike.")] = 1,
     tokens_per_s: Annotated[float, typer.Option(help="How fast the recorded engine generates.", min=1.0)] = 400.0,
     results: Annotated[
-        Path | None, typer.Option(help="Folder for the exported journal and the timeline.", show_default="in /tmp")
+        Path | None, typer.Option(help="Folder for exported journals and timelines.", show_default="in /tmp")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the run's folder: logs and the journal's data.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Only one JSON object on standard output.")] = False,
@@ -61,8 +64,18 @@ def demo(
         chosen = replace(chosen, results=results)
     console = Console(stderr=as_json)
     with LiveBoard(console) as board:
-        report = asyncio.run(run_demo(chosen, board))
+        report = asyncio.run(_until_stopped(run_demo(chosen, board)))
     show(report, console)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     raise typer.Exit(0 if report.good else 1)
+
+
+async def _until_stopped(work: Coroutine[Any, Any, T]) -> T:
+    """Ctrl-C and SIGTERM end the work by cancelling it, so that everything it made is removed."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

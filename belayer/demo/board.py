@@ -131,7 +131,12 @@ def show(report: DemoReport, console: Console) -> None:
         f"trajectories, {len(report.findings)} findings in {report.events} audited events, seed {report.seed}, "
         f"{report.wall_s:.0f} s"
     )
-    for what, path in (("journal", report.export), ("timeline", report.timeline), ("run folder", report.kept)):
+    places = [
+        ("journal", report.export),
+        *(("timeline", page) for page in report.timelines),
+        ("run folder", report.kept),
+    ]
+    for what, path in places:
         if path is not None:
             console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
 

@@ -47,7 +47,7 @@ class DemoReport:
     events: int
     wall_s: float
     export: Path | None = None
-    timeline: Path | None = None
+    timelines: Sequence[Path] = ()
     kept: Path | None = None
     trajectories: Sequence[str] = field(default=())
 
@@ -94,6 +94,6 @@ class DemoReport:
             "seed": self.seed,
             "wall_s": round(self.wall_s, 1),
             "export": str(self.export) if self.export else None,
-            "timeline": str(self.timeline) if self.timeline else None,
+            "timelines": [str(page) for page in self.timelines],
             "details": [*details, *self.findings],
         }

@@ -38,6 +38,8 @@ from belayer.journal.writer import Reader
 from belayer.projections.trajectory import Generation, TrajectoryState
 from belayer.sandbox.protocol import Incarnation
 from replay.audit import audit
+from replay.timeline.page import write_page
+from replay.timeline.source import from_file
 
 UNDISTURBED = "undisturbed"
 _CHUNK_TOKENS = 16
@@ -139,7 +141,10 @@ async def run_demo(options: Options, board: Board) -> DemoReport:
         board.step("removing containers, auditing the journal")
         await finish(stage)
         left = await _left_behind(stage)
-        export, findings, events = await _audit(options, stage)
+        folder = options.results / stage.run
+        folder.mkdir(parents=True, exist_ok=True)
+        export, findings, events = await _audit(stage, folder)
+        timelines = await asyncio.to_thread(_write_timelines, export, stage.run, disturbed)
         findings += [f"the actors did not remove container {name}" for name in left]
     return DemoReport(
         seed=options.seed,
@@ -148,6 +153,7 @@ async def run_demo(options: Options, board: Board) -> DemoReport:
         events=events,
         wall_s=time.monotonic() - started,
         export=export,
+        timelines=timelines,
         kept=stage.folder if options.keep else None,
         trajectories=[subject.name for subject in subjects],
     )
@@ -188,7 +194,7 @@ class _Demo:
             chunk_tokens=_CHUNK_TOKENS,
             chunk_s=_CHUNK_S,
         )
-        name = f"{subject.name}.{stage.run}.{label.replace(' ', '-')}"
+        name = _journal_name(subject.name, stage.run, label)
         collected: list[ContainerState] = []
 
         async def collect(incarnation: Incarnation, state: TrajectoryState) -> None:
@@ -278,10 +284,9 @@ async def _left_behind(stage: Stage) -> list[str]:
     return left
 
 
-async def _audit(options: Options, stage: Stage) -> tuple[Path, list[str], int]:
+async def _audit(stage: Stage, folder: Path) -> tuple[Path, list[str], int]:
     """Export the journal and audit the export, as someone would who got only the file."""
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{stage.run}.journal"
+    path = folder / "journal.belayer"
     await export_streams(stage.store, await stage.store.streams(), path)
     report = await asyncio.to_thread(lambda: audit(read_export(path)))
     return (
@@ -289,3 +294,22 @@ async def _audit(options: Options, stage: Stage) -> tuple[Path, list[str], int]:
         [f"{one.stream} at {one.sequence}: {one.check}: {one.message}" for one in report.findings],
         report.events,
     )
+
+
+def _write_timelines(export: Path, run: str, runs: Sequence[RunReport]) -> list[Path]:
+    """A page for each run with failures, beside the export."""
+    pages: list[Path] = []
+    for report in runs:
+        page = export.with_name(f"{report.trajectory}.{_word(report.label)}.html")
+        write_page(from_file(export, _journal_name(report.trajectory, run, report.label)), page)
+        pages.append(page)
+    return pages
+
+
+def _journal_name(trajectory: str, run: str, label: str) -> str:
+    """What a run of a trajectory is called in the journal and in Docker: no two demos share a name."""
+    return f"{trajectory}.{run}.{_word(label)}"
+
+
+def _word(label: str) -> str:
+    return label.replace(" ", "-")

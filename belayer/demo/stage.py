@@ -3,14 +3,13 @@
 A run has a folder of its own with the journal's server, the token recordings and the logs; two actor processes; one
 worker with a main engine and a shadow. Whatever ends the run (its end, an error, Ctrl-C), each of these is ended and
 removed, and one that cannot be does not keep the others. Should this process be killed, actors and engines see it and
-end after it, the actors having removed the run's containers.
+end after it, the actors having removed the run's containers and the server's supervisor the folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -112,11 +111,9 @@ async def open_stage(*, tokens_per_s: float, keep: bool) -> AsyncIterator[Stage]
     async with AsyncExitStack() as stack:
         sandboxes = await stack.enter_async_context(open_host())
         folder = Path(tempfile.mkdtemp(prefix="belayer-demo-"))
-        if not keep:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         recordings = folder / "recordings"
         recordings.mkdir()
-        server = await stack.enter_async_context(EmbeddedServer(folder / "journal"))
+        server = await stack.enter_async_context(EmbeddedServer(folder, remove_folder=not keep))
         store = await open_store(server.url)
         stack.push_async_callback(store.close)
         engines = RecordedEngineHost(
