@@ -3,7 +3,8 @@
 Order: refuse what would not be captured whole; copy the layer while it may still move; freeze; verify, frozen, that the
 runner is idle after the expected action and that no process is outside its tree; dump the processes, unless there is
 nothing but the idle runner; make the copy of the layer exact, the processes still held; thaw, whatever happened; and
-only then digests, fsync, manifest, rename. Should this process die at any point, its lock goes with it: the next to
+only then digests, fsync, manifest, rename. When there are processes CRIU does the freezing, after its own preparations.
+ Should this process die at any point, its lock goes with it: the next to
 look thaws the container, and the folder, never published, is removed.
 """
 
@@ -89,7 +90,7 @@ class Capture:
         freezer = self._alive_freezer()
         freezer.thaw()  # a dead checkpointer's
         self._refuse_outsiders(freezer.processes())
-        self._await_idle(deadline)
+        self._await_idle()
         known = self._home.captured(self._incarnation.name)
         saved = None if known is None else self._home.checkpoint(known.checkpoint) / LAYER
         try:
@@ -97,9 +98,9 @@ class Capture:
                 for part in (IMAGES, LAYER):
                     (folder / part).mkdir(mode=0o700)
                 with LayerCapture(self._container.upper, folder / LAYER, known, saved) as layer:
-                    mapped = mapped_inodes(freezer.processes())
-                    layer.prepare()
-                    frozen_s = self._frozen(freezer, lock, layer, mapped, folder, deadline)
+                    frozen_s = self._quietly(freezer, layer) or self._with_processes(
+                        freezer, lock, layer, folder / IMAGES, deadline
+                    )
                     captured = layer.finish(self._name)
                 size_bytes = self._seal(folder, captured, frozen_s)
                 self._stop_if_cancelled()
@@ -109,62 +110,67 @@ class Capture:
             raise CheckpointFailedError(self._name, str(error)) from None
         return CheckpointReport(size_bytes, frozen_s, time.monotonic() - started)
 
-    def _frozen(
-        self, freezer: Freezer, lock: int, layer: LayerCapture, mapped: set[int], folder: Path, deadline: float
-    ) -> float:
-        self._stop_if_cancelled()
-        began = self._freeze_idle(freezer, deadline)
-        try:
-            held = freezer.processes()
-            self._verify(held)
-            self._noise = self._noise_among(held)
-            if self._noise:
-                self._dump(lock, held, layer, mapped, folder, deadline)
-            else:
-                layer.settle(())
-        finally:
-            freezer.thaw()
-        return time.monotonic() - began
-
-    def _freeze_idle(self, freezer: Freezer, deadline: float) -> float:
-        """Freeze; when that was. The runner may just be answering somebody: then it is let finish, a few times."""
+    def _quietly(self, freezer: Freezer, layer: LayerCapture) -> float:
+        """Capture a container of nothing but files and an idle runner; the frozen time. 0: it is more than that."""
+        self._noise = self._noise_among(freezer.processes())
+        if self._noise:
+            return 0.0
+        layer.prepare()
         for _ in range(FREEZE_TRIES):
+            self._stop_if_cancelled()
             began = time.monotonic()
             freezer.freeze(self._incarnation.name)
-            if self._frozen_marker(freezer) != ("busy", self._action):
-                return began
-            freezer.thaw()
-            self._await_idle(deadline)
+            try:
+                if self._marker() != ("busy", self._action):
+                    held = freezer.processes()
+                    self._verify(held)
+                    self._noise = self._noise_among(held)
+                    if not self._noise:
+                        layer.settle(())
+                        return time.monotonic() - began
+            finally:
+                freezer.thaw()
+            if self._noise:
+                return 0.0
+            self._await_idle()  # it is just answering somebody
         raise CheckpointRefusedError(self._incarnation.name, "its runner is too busy answering")
 
-    def _dump(
-        self, lock: int, held: list[int], layer: LayerCapture, mapped: set[int], folder: Path, deadline: float
-    ) -> None:
-        freezer = self._alive_freezer()
-        mounts = external_mounts(self._incarnation.pid)
-        target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts)
+    def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path, deadline: float) -> float:
+        """Let CRIU freeze and dump the processes, and settle the layer while it holds them; the frozen time."""
         with self._criu.worker(keep_open=[lock]) as worker:
-            worker.dump(
-                target,
-                folder / IMAGES,
-                max(1.0, deadline - time.monotonic()),
-                before_thaw=lambda: layer.settle(mapped | mapped_inodes(held)),
-                still_wanted=lambda: self._in_the_way(held),
-            )
+            mapped = mapped_inodes(freezer.processes())
+            layer.prepare()
+            self._stop_if_cancelled()
+            self._await_idle()
+            mounts = external_mounts(self._incarnation.pid)
+            target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts)
+            held = freezer.processes()
+
+            def when_held() -> None:
+                held[:] = freezer.processes()
+                self._verify(held)
+                self._stop_if_cancelled()
+
+            def before_release() -> None:
+                self._stop_if_cancelled()
+                layer.settle(mapped | mapped_inodes(held))
+
+            try:
+                return worker.dump(
+                    target,
+                    images,
+                    max(1.0, deadline - time.monotonic()),
+                    when_held,
+                    before_release,
+                    still_wanted=lambda: _in_the_way(held),
+                )
+            finally:
+                freezer.thaw()
 
     def _noise_among(self, held: list[int]) -> str:
         if self._runner.has_ipc_objects:
             return "System V objects"
         return noise(self._incarnation.pid, held, self._traits)
-
-    def _in_the_way(self, held: list[int]) -> str | None:
-        """Why the dump must be given up."""
-        if self._cancelled.is_set():
-            return "it was cancelled"
-        for pid in held:
-            if is_dying(pid):
-                return f"process {described(pid)} was killed meanwhile"
-        return None
 
     def _verify(self, held: list[int]) -> None:
         """With everything stopped: is this the boundary that was asked for, and all of it?"""
@@ -174,8 +180,8 @@ class Capture:
             raise CheckpointRefusedError(self._incarnation.name, f"it is {_in_words(marker)}, not after {self._action}")
         self._refuse_outsiders(held)
 
-    def _await_idle(self, deadline: float) -> None:
-        settled = min(deadline, time.monotonic() + SETTLE_S)
+    def _await_idle(self) -> None:
+        settled = time.monotonic() + SETTLE_S
         while (marker := self._marker()) != ("idle", self._action):
             passed = marker is not None and (marker[1] > self._action or marker[0] == "idle")
             if passed or time.monotonic() > settled:
@@ -186,13 +192,6 @@ class Capture:
 
     def _marker(self) -> tuple[str, int] | None:
         return read_marker(self._home.control_folder(self._incarnation.name))
-
-    def _frozen_marker(self, freezer: Freezer) -> tuple[str, int] | None:
-        try:
-            return self._marker()
-        except BaseException:
-            freezer.thaw()
-            raise
 
     def _refuse_outsiders(self, processes: list[int]) -> None:
         strangers = outsiders(self._incarnation.pid, processes)
@@ -236,6 +235,14 @@ class Capture:
     def _stop_if_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise CheckpointFailedError(self._name, "it was cancelled")
+
+
+def _in_the_way(held: list[int]) -> str | None:
+    """Why CRIU would wait for ever."""
+    for pid in held:
+        if is_dying(pid):
+            return f"process {described(pid)} was killed meanwhile"
+    return None
 
 
 def _in_words(marker: tuple[str, int] | None) -> str:

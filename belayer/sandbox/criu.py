@@ -1,7 +1,9 @@
 """CRIU, spoken to over its RPC (`criu swrk`), with the messages of pycriu. Imported only when first needed.
 
 A worker is started ahead, so that its start does not count while a container is frozen. One worker serves one request.
-When a worker dies or is too slow, the processes that it had seized go on by themselves: the kernel lets go of them.
+When a worker is killed, the kernel lets go of the processes that it held, and nearly always they go on as if nothing
+had been; but one in which CRIU was just running a system call of its own dies of it. So a worker is killed only when it
+would wait for ever, and the kernel's out-of-memory killer is asked to look elsewhere.
 
 Source of the dump's options: runc 1.1, libcontainer/container_linux.go, Checkpoint, whose restore reads the images.
 """
@@ -21,7 +23,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from belayer.errors import HostUnfitError
+from belayer.errors import HostUnfitError, SandboxError
 
 MINIMUM_VERSION = (4, 2)
 REPLY_BYTES = 1 << 16
@@ -105,6 +107,8 @@ class Worker:
                 pass_fds=[theirs.fileno(), *keep_open],
                 start_new_session=True,
             )
+        with suppress(OSError):
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("-900")
 
     @property
     def pid(self) -> int:
@@ -133,15 +137,18 @@ class Worker:
         target: Target,
         images: Path,
         timeout_s: float,
-        before_thaw: Callable[[], object],
+        when_held: Callable[[], object],
+        before_release: Callable[[], object],
         still_wanted: Callable[[], str | None],
-    ) -> None:
-        """Dump the processes into the folder `images` and leave them as they were. CriuError, with its log, if not.
+    ) -> float:
+        """Freeze the processes, dump them into the folder `images` and leave them as they were; how long they stood.
 
-        `before_thaw` is called when all is dumped and the processes are still held. `still_wanted` is asked now and
-        then; a reason that it returns ends the dump. (A frozen process that is killed cannot die, and CRIU would wait
-        for it: somebody has to look.)
+        `when_held` is called when all processes are held, `before_release` when all is dumped and they are still held;
+        an OSError or SandboxError of theirs ends the dump and is raised again. `still_wanted` is asked now and then; a
+        reason that it returns ends the dump. (A held process that is killed cannot die, and CRIU would wait for it:
+        somebody has to look.) CriuError, with its log, when CRIU does not do it.
         """
+        steps = {"network-lock": when_held, "post-dump": before_release}
         folder = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             request = self._messages.criu_req(type=self._messages.DUMP)
@@ -158,6 +165,7 @@ class Worker:
             options.orphan_pts_master = True
             options.manage_cgroups = True
             options.manage_cgroups_mode = self._messages.SOFT
+            options.network_lock = self._messages.SKIP  # no interface but lo: nothing arrives meanwhile
             options.freeze_cgroup = str(target.freezer)
             options.ghost_limit = GHOST_LIMIT_BYTES
             options.log_level = 2
@@ -166,7 +174,7 @@ class Worker:
             for mount, name in target.external_mounts.items():
                 options.ext_mnt.add(key=mount, val=name)
             (images / "descriptors.json").write_text(json.dumps(_standard_descriptors(target.pid)))
-            self._talk(request, images, timeout_s, before_thaw, still_wanted)
+            return self._talk(request, images, timeout_s, steps, still_wanted)
         finally:
             os.close(folder)
 
@@ -175,15 +183,18 @@ class Worker:
         request: Any,
         images: Path,
         timeout_s: float,
-        before_thaw: Callable[[], object],
+        steps: Mapping[str, Callable[[], object]],
         still_wanted: Callable[[], str | None],
-    ) -> None:
+    ) -> float:
         failure: Exception | None = None
+        began = time.monotonic()
         try:
             self._socket.send(request.SerializeToString())
             while (reply := self._receive(timeout_s, still_wanted)).type == self._messages.NOTIFY:
-                if reply.notify.script == "post-dump":
-                    failure = _failure_of(before_thaw)
+                if reply.notify.script == "pre-dump":
+                    began = time.monotonic()  # the last that is heard of CRIU before it freezes
+                elif reply.notify.script in steps:
+                    failure = _failure_of(steps[reply.notify.script])
                 answer = self._messages.criu_req(type=self._messages.NOTIFY, notify_success=failure is None)
                 self._socket.send(answer.SerializeToString())
         except OSError as error:
@@ -195,6 +206,7 @@ class Worker:
             raise failure
         if reply.type != request.type or not reply.success:
             raise CriuError(f"CRIU failed{_log_end(images / LOG_FILE)}")
+        return time.monotonic() - began
 
     def _receive(self, timeout_s: float, still_wanted: Callable[[], str | None]) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -215,7 +227,7 @@ def _failure_of(step: Callable[[], object]) -> Exception | None:
     """CRIU must hear of a failure, and let go of the processes, before the caller does."""
     try:
         step()
-    except OSError as error:
+    except (OSError, SandboxError) as error:
         return error
     return None
 

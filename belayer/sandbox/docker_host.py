@@ -246,12 +246,13 @@ class DockerHost:
             await dying
 
     async def _probe_or_kill(self, incarnation: Incarnation) -> None:
-        """After CRIU died at work: whether its victim lives. One that does not answer is ended, so that it is seen."""
+        """After a failed checkpoint: SandboxFailedError unless the container answers; a silent one is ended."""
         try:
             async with await self.attach(incarnation) as sandbox:
                 await sandbox.ping(PROBE_S)
         except SandboxFailedError:
             await kill(incarnation.pid, incarnation.pid_start_ticks)
+            raise
 
     async def _give_up(self, incarnation: str) -> None:
         """Remove what was begun, even when cancelled; an error of this is less telling than the one that led here."""

@@ -68,7 +68,7 @@ class Spares:
             if like.key not in self._kinds_in_use():
                 await self._remove(name)
         except SandboxError as error:
-            log.warning("no spare container could be made", run=like.run, error=str(error))
+            log.info("no spare container could be made", run=like.run, error=str(error))
             with suppress(SandboxError):
                 await self._remove(name)
         except BaseException:
