@@ -264,7 +264,8 @@ def _sglang_arguments(options: argparse.Namespace) -> list[str]:
     arguments = ["--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--sampling-backend"]
     arguments += ["pytorch", "--grammar-backend", "none", "--incremental-streaming-output", "--random-seed", "1"]
     arguments += ["--max-running-requests", str(max(16, options.streams)), "--sleep-on-idle"]
-    arguments += ["--max-total-tokens", str(options.streams * (options.context + options.tokens + 64) + 4096)]
+    # Room for the waves before this one too: a full pool makes SGLang retract requests, which is not what is measured.
+    arguments += ["--max-total-tokens", str(3 * options.streams * (options.context + options.tokens + 64) + 4096)]
     if options.device == "cpu":
         return [*arguments, "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
     arguments += ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--log-level", "info"]
