@@ -52,6 +52,8 @@ class Lane:
         self._room = asyncio.Condition()
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed: str | None = "the store is not open"
+        """Why nothing is sent any more."""
 
     async def start(self) -> None:
         """Connect once, so that a wrong address or an unfit server shows here, and begin to send."""
@@ -61,10 +63,11 @@ class Lane:
         except LinkLostError as error:
             raise self._unavailable(started, error.cause) from None
         self._tasks = [asyncio.create_task(self._run(), name="belayer-lane") for _ in range(GROUPS)]
+        self._closed = None
 
     async def close(self) -> None:
         """Stop sending. Writes that wait or are under way fail."""
-        self._fail_all("the store was closed")
+        self._fail_all("the store is closed")
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -91,8 +94,8 @@ class Lane:
         return await done
 
     def _submit(self, write: Append) -> None:
-        if not self._tasks:
-            raise self._unavailable(write.started, "the store is closed")
+        if self._closed is not None:
+            raise self._unavailable(write.started, self._closed)
         self.waiting_bytes += write.size_bytes
         self._queue.append(write)
         self._ready.set()
@@ -117,8 +120,8 @@ class Lane:
                 if group := self._next_group():
                     await self._settle(group)
                     await self._release(group)
-        except BaseException as error:
-            self._fail_all(f"the sending task ended: {error!r}")
+        except Exception as error:
+            self._fail_all(f"a bug stopped the sending task: {error!r}")
             raise
 
     def _next_group(self) -> list[Append]:
@@ -182,6 +185,8 @@ class Lane:
                 write.settle(self._unavailable(write.started, cause))
 
     def _fail_all(self, cause: str) -> None:
+        """What waits and what comes fails from here on."""
+        self._closed = cause
         for write in (*self._under_way.values(), *self._queue):
             write.settle(self._unavailable(write.started, cause))
         self._queue.clear()

@@ -126,7 +126,8 @@ class RedisStore:
 
     async def remove(self, stream: StreamId) -> None:
         names = self._keys.names(self._keys.shard_of(stream))
-        await self._server.ask_all([("UNLINK", self._keys.stream(stream)), ("SREM", names, str(stream))])
+        commands = (("MULTI",), ("UNLINK", self._keys.stream(stream)), ("SREM", names, str(stream)), ("EXEC",))
+        await self._server.ask_all(list(commands))
 
     def subscribe(
         self, group: str, consumer: str, stale_after_s: float = 5.0

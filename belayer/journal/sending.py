@@ -18,7 +18,7 @@ import hiredis
 from belayer.errors import JournalError, ServerRefusedError
 from belayer.ids import StreamId
 from belayer.journal.address import Address
-from belayer.journal.codec import GENESIS, previous_digest_of
+from belayer.journal.codec import GENESIS, Entry, previous_digest_of
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.link import Link, LinkLostError, Reply, pack
@@ -161,20 +161,24 @@ class Sender:
             self._tails.clear()
         found: list[Append] = []
         for write, newest, same_id in zip(writes, replies[::2], replies[1::2], strict=True):
-            for reply in (newest, same_id):
-                if isinstance(reply, hiredis.ReplyError):
-                    error = judged_error(self.address, reply)
-                    raise error if not isinstance(error, Refused) else Again(str(reply))
-            last, stored = (
-                stored_entry(write.stream, *entries[0]) if entries else None for entries in (newest, same_id)
-            )
-            if link is self._link:
-                self._tails[write.stream] = _EMPTY if last is None else (last.last_sequence, b"")
-            if stored is not None and stored.body == write.entry.body:
-                found.append(write)
-            elif error := check_chain(write.stream, write.entry, last):
+            try:
+                last, stored = self._entry(write, newest), self._entry(write, same_id)
+                if link is self._link:
+                    self._tails[write.stream] = _EMPTY if last is None else (last.last_sequence, b"")
+                if stored is not None and stored.body == write.entry.body:
+                    found.append(write)
+                elif error := check_chain(write.stream, write.entry, last):
+                    write.settle(error)
+            except JournalError as error:
                 write.settle(error)
         return found
+
+    def _entry(self, write: Append, reply: Reply) -> Entry | None:
+        """The one entry of a range, if there is one. Again or a JournalError when the server did not say."""
+        if isinstance(reply, hiredis.ReplyError):
+            error = judged_error(self.address, reply)
+            raise error if not isinstance(error, Refused) else Again(str(reply))
+        return stored_entry(write.stream, *reply[0]) if reply else None
 
     def _confirm(self, timeout_s: float, mark: bool) -> list[bytes]:
         """Commands that answer once this link's writes are as durable as promised.

@@ -45,6 +45,10 @@ def judge(
             f"a replica of {info.get('master_host')}:{info.get('master_port')}",
             "name the primary",
         )
+    if info.get("cluster_enabled") == "1":
+        raise ServerRefusedError(
+            address, "Redis Cluster is not supported yet", "cluster-enabled yes", "name a server that stands alone"
+        )
     policy = info.get("maxmemory_policy", "unknown")
     if policy != "noeviction":
         raise ServerRefusedError(

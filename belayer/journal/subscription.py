@@ -6,6 +6,7 @@ server lost is created again from the beginning of the control stream, and notic
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -21,7 +22,10 @@ from belayer.journal.link import Packable, Reply
 from belayer.journal.server import Server
 from belayer.journal.store import Notice
 
+RENEW_TOGETHER_S = 0.02
 _BLOCK_S = 2.0
+_CLAIM_AT_ONCE = 16
+_CLAIM_CALLS = 64
 _GROUP_LOST = "NOGROUP"
 _GROUP_EXISTS = "BUSYGROUP"
 
@@ -50,31 +54,47 @@ class RedisSubscription:
         self._consumer = consumer
         self._stale_after_s = stale_after_s
         self._claim_at = 0.0
-        self._ready: deque[Notice] = deque()
-        """Read along with another shard's. One that waits here for too long goes stale and to another consumer."""
+        self._cursors = [b"0-0"] * keys.shards
+        self._ready: deque[tuple[Notice, float]] = deque()
+        """Came along with another one, and when. One that waits here for too long is stale and another consumer's."""
+        self._renewing: dict[int, set[str]] = {}
+        self._renewal: asyncio.Task[None] | None = None
+        """The one that collects; those that are on their way end by themselves."""
 
     async def next(self, timeout_s: float) -> Notice | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._ready:
-                return self._ready.popleft()
-            if (notice := await self._claim_stale()) is not None:
+            if (notice := self._take_ready()) is not None:
                 return notice
-            now = time.monotonic()
-            if (notice := await self._read_new(min(deadline, self._claim_at, now + _BLOCK_S) - now)) is not None:
-                return notice
-            if time.monotonic() >= deadline:
-                return None
+            if time.monotonic() >= self._claim_at:
+                await self._claim_stale()
+            else:
+                until = min(deadline, self._claim_at, time.monotonic() + _BLOCK_S)
+                await self._read_new(until - time.monotonic())
+                if not self._ready and time.monotonic() >= deadline:
+                    return None
 
     async def done(self, notice: Notice) -> None:
         shard, identifier = self._delivery(notice)
         await self._server.ask("XACK", self._controls[shard], self._group, identifier)
 
     async def renew(self, notice: Notice) -> None:
-        """Idle time back to 0, and the notice is ours; nothing when it is done."""
+        """Idle time back to 0, and the notice is ours; nothing when it is done.
+
+        Renewals of RENEW_TOGETHER_S go together, because a detector renews thousands of watches.
+        """
         shard, identifier = self._delivery(notice)
-        key = self._controls[shard]
-        await self._ask_group("XCLAIM", key, self._group, self._consumer, "0", identifier, "JUSTID")
+        self._renewing.setdefault(shard, set()).add(identifier)
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew_together())
+        await asyncio.shield(self._renewal)
+
+    async def _renew_together(self) -> None:
+        await asyncio.sleep(RENEW_TOGETHER_S)
+        renewing, self._renewing, self._renewal = self._renewing, {}, None
+        for shard, identifiers in renewing.items():
+            key = self._controls[shard]
+            await self._ask_group("XCLAIM", key, self._group, self._consumer, "0", *identifiers, "JUSTID")
 
     async def create_groups(self) -> None:
         """On every shard, from the beginning of its control stream; where it exists nothing happens."""
@@ -83,26 +103,42 @@ class RedisSubscription:
 
     async def leave(self) -> None:
         """Take our name out of the group where nothing is pending for it; what is pending stays, to go stale."""
+        if self._renewal is not None:
+            self._renewal.cancel()
         for key in self._controls:
             pending = await self._ask_group("XPENDING", key, self._group, "-", "+", "1", self._consumer)
             if not pending:
                 await self._ask_group("XGROUP", "DELCONSUMER", key, self._group, self._consumer)
 
-    async def _claim_stale(self) -> Notice | None:
-        """The oldest stale notice. Asked for again at once after one was found, else after a quarter of the time."""
-        if time.monotonic() < self._claim_at:
-            return None
-        stale_ms = str(math.ceil(self._stale_after_s * 1000))
-        for shard, key in enumerate(self._controls):
-            reply = await self._ask_group("XAUTOCLAIM", key, self._group, self._consumer, stale_ms, "0-0", "COUNT", "1")
-            for entry in reply[1]:
-                return self._notice(shard, entry)
-        self._claim_at = time.monotonic() + self._stale_after_s / 4
+    def _take_ready(self) -> Notice | None:
+        while self._ready:
+            notice, since = self._ready.popleft()
+            if time.monotonic() - since < self._stale_after_s:
+                return notice
         return None
 
-    async def _read_new(self, timeout_s: float) -> Notice | None:
-        """The next new notice of any shard; None when none came in time."""
-        block_ms = str(max(1, math.ceil(timeout_s * 1000)))
+    async def _claim_stale(self) -> None:
+        """Look for stale notices, from where the last look ended; the next look is due in a quarter of the time.
+
+        XAUTOCLAIM looks at ten pending notices for each that it may claim, so it is called until it has been through
+        them all, has found some, or has had its share of this look.
+        """
+        stale_ms = str(math.ceil(self._stale_after_s * 1000))
+        for shard, key in enumerate(self._controls):
+            for _ in range(_CLAIM_CALLS):
+                command = ("XAUTOCLAIM", key, self._group, self._consumer, stale_ms, self._cursors[shard])
+                reply = await self._ask_group(*command, "COUNT", str(_CLAIM_AT_ONCE))
+                self._cursors[shard] = reply[0]
+                self._add_ready(shard, reply[1])
+                if reply[0] == b"0-0" or self._ready:
+                    break
+        if not self._ready:
+            self._claim_at = time.monotonic() + self._stale_after_s / 4
+
+    async def _read_new(self, timeout_s: float) -> None:
+        """The next new notice of any shard, or none when none comes in time."""
+        block_s = max(0.001, timeout_s)
+        block_ms = str(math.ceil(block_s * 1000))
         group = ("GROUP", self._group, self._consumer)
         starts = [">"] * len(self._controls)
         reply = await self._ask_group(
@@ -118,9 +154,11 @@ class RedisSubscription:
             block_s=timeout_s,
         )
         for key, entries in reply or ():
-            shard = self._controls.index(key)
-            self._ready.extend(self._notice(shard, entry) for entry in entries)
-        return self._ready.popleft() if self._ready else None
+            self._add_ready(self._controls.index(key), entries)
+
+    def _add_ready(self, shard: int, entries: Reply) -> None:
+        now = time.monotonic()
+        self._ready.extend((self._notice(shard, entry), now) for entry in entries)
 
     async def _ask_group(self, *command: Packable, block_s: float = 0.0) -> Reply:
         """The reply; a group that the server has lost is created again from the start."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from belayer import ids
-from belayer.errors import DamagedJournalError, FencedError, JournalUnavailableError, WrongSequenceError
+from belayer.errors import CodecError, DamagedJournalError, FencedError, JournalUnavailableError, WrongSequenceError
 from belayer.journal.batching import GROUPS
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer, shipped_server
@@ -299,6 +299,16 @@ async def test_a_truncated_tail_of_the_file_loses_only_the_tail(server: Embedded
     assert len(await stored(store)) == 3
     with pytest.raises(WrongSequenceError):
         await writer.append(generation(9))
+    await store.close()
+
+
+async def test_one_damaged_stream_does_not_harm_its_neighbours(proxy: Proxy, redis_url: str, namespace: str) -> None:
+    store = await opened(proxy.url, namespace=namespace)
+    first, second = await written(store), await written(store, ids.trajectory("u"))
+    await command(redis_url, "XADD", f"{{belayer:{namespace}:0}}:s:{T}", "9-9", "x", "y")
+    proxy.cut()
+    outcomes = await asyncio.gather(first.append(generation(9)), second.append(generation(9)), return_exceptions=True)
+    assert isinstance(outcomes[0], CodecError) and outcomes[1] == 5
     await store.close()
 
 

@@ -34,6 +34,7 @@ REFUSED = {
         "a replica of h:1",
         "name the primary",
     ),
+    "cluster": ({"cluster_enabled": "1"}, "everysec", Durability.MEMORY, "cluster-enabled yes", "stands alone"),
     "evicts": (
         {"maxmemory_policy": "allkeys-lru"},
         "everysec",

@@ -14,6 +14,8 @@ from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import TrajectoryStarted
 from belayer.journal.redis_store import RedisStore
+from belayer.journal.server_checks import parse_info
+from belayer.journal.store import Notice, Subscription
 from belayer.journal.writer import take_over
 from tests.journal.faults import Proxy, command
 
@@ -112,3 +114,42 @@ async def test_something_else_on_the_control_stream_is_named(redis_url: str, nam
         with pytest.raises(CodecError, match="not a notice"):
             await notices.next(5.0)
     await store.close()
+
+
+async def test_stale_notices_are_found_among_many_that_are_not(redis_store: RedisStore) -> None:
+    """A dead consumer's notices lie after hundreds that a living one keeps renewing."""
+    await asyncio.gather(*(noticed(redis_store, f"t{number}") for number in range(600)))
+    async with (
+        redis_store.subscribe("g", "living", 1.0) as living,
+        redis_store.subscribe("g", "dead", 1.0) as dead,
+        redis_store.subscribe("g", "heir", 1.0) as heir,
+    ):
+        watched = [await living.next(5.0) for _ in range(597)]
+        left = [await dead.next(5.0) for _ in range(3)]
+        inherited = asyncio.create_task(all_of(heir, 3))
+        while not inherited.done():
+            await asyncio.gather(*(living.renew(notice) for notice in watched if notice is not None))
+        assert {notice.stream for notice in await inherited} == {n.stream for n in left if n is not None}
+
+
+async def all_of(subscription: Subscription, count: int) -> list[Notice]:
+    found: list[Notice] = []
+    while len(found) < count:
+        if (notice := await subscription.next(10.0)) is not None:
+            found.append(notice)
+    return found
+
+
+async def test_renewals_travel_together(redis_url: str, redis_store: RedisStore) -> None:
+    await asyncio.gather(*(noticed(redis_store, f"t{number}") for number in range(100)))
+    async with redis_store.subscribe("g", "c") as notices:
+        watched = await all_of(notices, 100)
+        before = await calls(redis_url, "xclaim")
+        await asyncio.gather(*(notices.renew(notice) for notice in watched))
+        assert await calls(redis_url, "xclaim") - before == 1
+
+
+async def calls(url: str, command_name: str) -> int:
+    """How often the server was asked that."""
+    stats = parse_info(await command(url, "INFO", "commandstats"))
+    return int(stats.get(f"cmdstat_{command_name}", "calls=0,").split("calls=")[1].split(",")[0])
