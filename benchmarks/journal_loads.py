@@ -113,8 +113,9 @@ async def offered(writers: Sequence[StreamWriter], chunks: Chunks, per_s: float,
     begun, cpu = loop.time(), time.process_time()
     due = begun
     while (due := due + rng.expovariate(per_s)) < begun + seconds:
-        if (wait_s := due - loop.time()) > 0:
-            await asyncio.sleep(wait_s)
+        wait_s = due - loop.time()
+        if wait_s > 0 or len(tasks) % 16 == 0:
+            await asyncio.sleep(max(0.0, wait_s))
         tasks.append(asyncio.create_task(append(len(tasks), due)))
     await asyncio.gather(*tasks)
     return Measured(len(tasks), loop.time() - begun, time.process_time() - cpu, latencies)

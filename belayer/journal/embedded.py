@@ -11,8 +11,10 @@ What fails at start is a ServerStartError with the last lines of the server's lo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -146,13 +148,14 @@ class EmbeddedServer:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
-        if supervisor.returncode is None:
-            supervisor.terminate()
+        if self.pid == 0 or processes.is_alive(*self._server):
+            _signal(supervisor, signal.SIGTERM)
         try:
             await asyncio.wait_for(supervisor.wait(), self._timeout_s)
         except TimeoutError:
-            await processes.kill(*self._server)
+            _signal(supervisor, signal.SIGKILL)
             await supervisor.wait()
+            await processes.kill(*self._server)
         self._server = (0, 0)
 
     async def kill(self) -> None:
@@ -239,6 +242,13 @@ class EmbeddedServer:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
         return " | ".join(lines[-_LOG_LINES:]) or "it logged nothing"
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Not through `process.terminate`, which may reap the process before asyncio's own watcher does."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def _port_is_free(port: int) -> bool:

@@ -196,7 +196,10 @@ class Sender:
         return [pack((b"SET", self._keys.mark(self._shard), b"1")), command] if mark else [command]
 
     def _check_confirmed(self, reply: Reply) -> None:
-        """Again when the reply says that the writes are stored but not yet as durable as promised."""
+        """Again when the reply says that the writes are stored but not yet as durable as promised.
+
+        A server that cannot say so any more (it became a replica) is left for the one that the address leads to then.
+        """
         match self._durability:
             case Durability.MEMORY | Durability.EVERYSEC:
                 return
@@ -206,6 +209,9 @@ class Sender:
             case Durability.REPLICATED:
                 confirmed, wanted, what = reply if isinstance(reply, int) else 0, self._replicas, "replicas"
         if isinstance(reply, hiredis.ReplyError):
-            raise refused_command(self.address, reply)
+            if str(reply).startswith("NOPERM"):
+                raise refused_command(self.address, reply)
+            self.close()
+            raise LinkLostError(str(reply))
         if confirmed < wanted:
             raise Again(f"{confirmed} of {wanted} {what} have it")

@@ -110,6 +110,29 @@ async def test_only_its_user_can_open_the_socket_and_there_is_no_port(tmp_path: 
         assert await command(server.url, "CONFIG", "GET", "port") == [b"port", b"0"]
 
 
+async def test_a_start_that_is_given_up_leaves_no_server(tmp_path: Path) -> None:
+    for turns in range(1, 40, 3):
+        server = EmbeddedServer(tmp_path / "r")
+        starting = asyncio.create_task(server.__aenter__())
+        for _ in range(turns):
+            await asyncio.wait([starting], timeout=0)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+            await server.stop()
+        found = [command for command in process_commands() if str(tmp_path).encode() in command]
+        assert not found
+
+
+def process_commands() -> list[bytes]:
+    """The command lines of all processes."""
+    commands: list[bytes] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            commands.append(path.read_bytes())
+    return commands
+
+
 async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
