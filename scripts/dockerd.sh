@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Docker daemon on machines where nothing else runs one (no systemd).
 #
-#   dockerd.sh start    if no daemon answers, starts one with --experimental and our CRIU first on its PATH
+#   dockerd.sh start    if no daemon answers, starts one that knows our OCI runtime and has our CRIU first on its PATH
 #   dockerd.sh stop     stops the one that 'start' started, and no other
 #   dockerd.sh status   one line; exit status 0 when a daemon answers, 1 otherwise
 #
@@ -39,16 +39,17 @@ wait_for() {
 
 describe() {
   local info
-  info=$(timeout 10 docker info --format '{{.ServerVersion}}, experimental {{.ExperimentalBuild}}, storage {{.Driver}}, {{.DockerRootDir}}' </dev/null 2>/dev/null)
+  info=$(timeout 10 docker info --format '{{.ServerVersion}}, runtimes{{range $name, $_ := .Runtimes}} {{$name}}{{end}}, storage {{.Driver}}, {{.DockerRootDir}}' </dev/null 2>/dev/null)
   if our_pid >/dev/null; then echo "dockerd $info, started by Belayer"; else echo "dockerd $info, not started by Belayer"; fi
 }
 
 # A daemon that was here before is used as it is: restarting it would end its owner's containers.
 remark_on_foreign() {
   our_pid >/dev/null && return
-  [ "$(timeout 10 docker info --format '{{.ExperimentalBuild}}' </dev/null 2>/dev/null)" = true ] && return
-  say "note: the Docker daemon here was not started by Belayer and is not experimental, so it cannot restore containers."
-  say "      Stop it ('systemctl stop docker docker.socket') and run 'scripts/dockerd.sh start' to use one that can."
+  timeout 10 docker info --format '{{range $name, $_ := .Runtimes}}{{$name}} {{end}}' </dev/null 2>/dev/null | grep -qw belayer && return
+  say "note: the Docker daemon here was not started by Belayer and does not know the OCI runtime 'belayer', so it cannot"
+  say "      restore containers. Add this to /etc/docker/daemon.json and send dockerd SIGHUP (no container is disturbed):"
+  say "      \"runtimes\": {\"belayer\": {\"path\": \"$BELAYER_HOME/runtime/runc\"}}"
 }
 
 launch() {
@@ -62,7 +63,8 @@ launch() {
     renice -n 0 -p "$BASHPID" >/dev/null 2>&1 || true
     export PATH=$BELAYER_HOME/criu:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
     cd /
-    exec setsid dockerd --experimental --pidfile "$pidfile" --data-root "$folder/data" </dev/null >>"$log" 2>&1
+    # The runtime's script is put there by Belayer itself (belayer/sandbox/runtime.sh); --experimental is for benchmarks.
+    exec setsid dockerd --experimental --add-runtime "belayer=$BELAYER_HOME/runtime/runc" --pidfile "$pidfile" --data-root "$folder/data" </dev/null >>"$log" 2>&1
   ) &
   launched=$!
 }

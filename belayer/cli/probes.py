@@ -25,7 +25,7 @@ PROBE_S = 10.0
 """How long one program may take to answer."""
 LEAST_FREE_BYTES = 4 << 30
 BASE_IMAGE = "belayer-base:bookworm"
-_DOCKER_FACTS = "{{.ServerVersion}}|{{.ExperimentalBuild}}|{{.Driver}}|{{.DockerRootDir}}"
+_DOCKER_FACTS = "{{.ServerVersion}}|{{range $name, $_ := .Runtimes}}{{$name}} {{end}}|{{.Driver}}|{{.DockerRootDir}}"
 _FICLONE = 0x40049409
 """ioctl_ficlone(2): share one file's blocks with another."""
 
@@ -102,17 +102,18 @@ def probe_docker() -> Finding:
         if where:
             remedy = "start the daemon that DOCKER_HOST names, or unset DOCKER_HOST and run `scripts/dockerd.sh start`"
         return Finding(name, False, f"{error}{where}", remedy)
-    version, experimental, driver, folder = (text.split("|") + [""] * 4)[:4]
+    version, runtimes, driver, folder = (text.split("|") + [""] * 4)[:4]
     if not version:  # older clients print an empty server when none answers, and end with status 0
         return Finding(name, False, "no daemon answers", "start the daemon with `scripts/dockerd.sh start`, as root")
     detail = f"{version}, storage {driver}, data in {folder}"
-    if experimental != "true":
-        remedy = "stop this daemon and run `scripts/dockerd.sh start`, or start it with --experimental and CRIU on PATH"
-        return Finding(name, False, f"{detail}, not experimental: it restores no container", remedy)
+    if "belayer" not in runtimes.split():
+        path = default_home() / "runtime" / "runc"
+        remedy = f'add "runtimes": {{"belayer": {{"path": "{path}"}}}} to /etc/docker/daemon.json and send dockerd SIGHUP'
+        return Finding(name, False, f"{detail}, without the runtime 'belayer': it restores no container", remedy)
     if driver != "overlay2":
         remedy = 'set "storage-driver": "overlay2" in the daemon\'s configuration, on a file system that it supports'
         return Finding(name, False, f"{detail}: Belayer reads and fills the layers of overlay2 only", remedy)
-    return Finding(name, True, f"{detail}, experimental", "")
+    return Finding(name, True, f"{detail}, with the runtime 'belayer'", "")
 
 
 def probe_image() -> Finding:

@@ -144,7 +144,7 @@ class Capture:
             self._await_idle()
             mounts = external_mounts(self._incarnation.pid)
             target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts)
-            held = freezer.processes()
+            held = [self._incarnation.pid]  # until CRIU holds them, others come and go
 
             def when_held() -> None:
                 held[:] = freezer.processes()

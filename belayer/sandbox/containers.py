@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from belayer import ids
 from belayer.errors import HostUnfitError, SandboxError
+from belayer.sandbox.criu import errors_in
 from belayer.sandbox.owner import Owner
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ RUN_LABEL = "belayer.run"
 TRAJECTORY_LABEL = "belayer.trajectory"
 HOME_LABEL = "belayer.home"
 CALL_TIMEOUT_S = 60
+RUNTIME = "belayer"
+RESTORE_OPTIONS = ("--tcp-established", "--file-locks", "--ext-unix-sk", "--empty-ns network")
+"""For `runc restore`; they go with the options of the dump in `criu.py`."""
 MOUNT_POINT = "/.belayer"
 RUNNER = Path(__file__).with_name("runner.py")
 START_DAEMON = "start it (`scripts/dockerd.sh start`, or `systemctl start docker`)"
@@ -50,21 +55,25 @@ class Containers:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._client: docker.APIClient | None = None
-        self._data_root = Path()
+        self._runtime: Path | None = None
 
     def check(self) -> None:
-        """HostUnfitError unless Docker is there, uses overlay2 and can restore containers."""
+        """HostUnfitError unless Docker is there, uses overlay2 and knows our runtime."""
         info = self._info()
         if info["Driver"] != "overlay2":
             raise HostUnfitError(
                 "Docker's storage driver", info["Driver"], "set `storage-driver` to overlay2 in /etc/docker/daemon.json"
             )
-        if not info["ExperimentalBuild"]:
+        if RUNTIME not in info["Runtimes"]:
+            path = self._home / "runtime" / "runc"
             raise HostUnfitError(
-                "Docker's experimental features",
-                "they are off, and restoring needs them",
-                'set `"experimental": true` in /etc/docker/daemon.json, or use `scripts/dockerd.sh start`',
+                "Docker's runtimes",
+                f"{RUNTIME!r}, which restores containers, is not among them",
+                f'add `"runtimes": {{"{RUNTIME}": {{"path": "{path}"}}}}` to /etc/docker/daemon.json and send dockerd '
+                "SIGHUP, or start it with `scripts/dockerd.sh start`",
             )
+        self._runtime = Path(info["Runtimes"][RUNTIME]["path"])
+        install_runtime(self._runtime)
 
     def close(self) -> None:
         if self._client is not None:
@@ -104,6 +113,7 @@ class Containers:
                     network_mode="none",
                     ipc_mode="private",
                     init=False,
+                    runtime=RUNTIME,
                     mounts=[
                         {"Type": "bind", "Source": str(control), "Target": f"{MOUNT_POINT}/control"},
                         {"Type": "bind", "Source": str(RUNNER), "Target": f"{MOUNT_POINT}/runner.py", "ReadOnly": True},
@@ -118,15 +128,24 @@ class Containers:
         with self._errors():
             self._api().rename(container_id, name)
 
-    def start(self, container_id: str, checkpoint: str | None = None) -> Container:
-        """Start it, or restore it from the checkpoint laid out in its `checkpoint_folder`."""
-        api: Any = self._api()
+    def start(self, container_id: str) -> Container:
+        """Start a created container."""
         with self._errors():
-            # docker-py has no argument for the checkpoint: https://docs.docker.com/reference/api/engine/#ContainerStart
-            url = api._url("/containers/{0}/start", container_id)
-            params = {} if checkpoint is None else {"checkpoint": checkpoint}
-            api._raise_for_status(api._post(url, params=params))
+            self._api().start(container_id)
         return self.inspect(container_id)
+
+    def restore(self, container_id: str, images: Path, work: Path) -> Container:
+        """Start a created container from CRIU's images, by way of our runtime (`runtime.sh`). Logs go to `work`."""
+        requests = self._runtime_home() / "restore"
+        request = requests / container_id
+        requests.mkdir(mode=0o700, exist_ok=True)
+        request.write_text(f"{images}\n{work}\n{' '.join(RESTORE_OPTIONS)}\n")
+        try:
+            return self.start(container_id)
+        except DockerRefusedError as error:
+            raise DockerRefusedError(f"{error}{errors_in(work / 'restore.log')}") from None
+        finally:
+            request.unlink(missing_ok=True)
 
     def inspect(self, name: str) -> Container:
         """DockerRefusedError when there is none."""
@@ -164,17 +183,15 @@ class Containers:
             found = self._api().containers(all=True, filters={"label": labels})
         return sorted(names[0].lstrip("/") for each in found if (names := each.get("Names")))
 
-    def checkpoint_folder(self, container_id: str, checkpoint: str) -> Path:
-        """Where Docker looks for the images of a container's checkpoint."""
-        if self._data_root == Path():
-            self._info()
-        return self._data_root / "containers" / container_id / "checkpoints" / checkpoint
+    def _runtime_home(self) -> Path:
+        """The folder whose runtime Docker knows; another than ours in tests."""
+        if self._runtime is None:
+            self._runtime = Path(self._info()["Runtimes"][RUNTIME]["path"])
+        return self._runtime.parents[1]
 
     def _info(self) -> dict[str, Any]:
         with self._errors():
-            info = self._api().info()
-        self._data_root = Path(info["DockerRootDir"])
-        return info
+            return self._api().info()
 
     def _api(self) -> docker.APIClient:
         if self._client is None:
@@ -203,6 +220,19 @@ class Containers:
             raise DockerRefusedError(f"no answer within {CALL_TIMEOUT_S} s") from None
         except (docker.errors.DockerException, requests.exceptions.ConnectionError) as error:
             raise HostUnfitError("Docker", f"no daemon answers ({error})", START_DAEMON) from None
+
+
+def install_runtime(path: Path) -> None:
+    """Put our runtime where Docker looks for it, unless it is there. By rename: a container may be using it."""
+    script = Path(__file__).with_name("runtime.sh").read_bytes()
+    with suppress(FileNotFoundError):
+        if path.read_bytes() == script and os.access(path, os.X_OK):
+            return
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}-{ids.new_suffix()}")
+    new.write_bytes(script)
+    new.chmod(0o755)
+    new.rename(path)
 
 
 def _is_image(found: Mapping[str, Any], image: str) -> bool:

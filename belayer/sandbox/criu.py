@@ -29,6 +29,7 @@ MINIMUM_VERSION = (4, 2)
 REPLY_BYTES = 1 << 16
 LOOK_EVERY_S = 0.05
 LOG_FILE = "dump.log"
+CLONE_NEWNET = 0x40000000
 GHOST_LIMIT_BYTES = 64 << 20
 """Deleted files that a process still has open are kept in the images up to this size."""
 
@@ -165,6 +166,7 @@ class Worker:
             options.orphan_pts_master = True
             options.manage_cgroups = True
             options.manage_cgroups_mode = self._messages.SOFT
+            options.empty_ns = CLONE_NEWNET  # Docker makes it again: lo, up, and nothing else
             options.network_lock = self._messages.SKIP  # no interface but lo: nothing arrives meanwhile
             options.freeze_cgroup = str(target.freezer)
             options.ghost_limit = GHOST_LIMIT_BYTES
@@ -198,14 +200,14 @@ class Worker:
                 answer = self._messages.criu_req(type=self._messages.NOTIFY, notify_success=failure is None)
                 self._socket.send(answer.SerializeToString())
         except OSError as error:
-            raise CriuError(f"CRIU ended ({error}){_log_end(images / LOG_FILE)}") from None
+            raise CriuError(f"CRIU ended ({error}){errors_in(images / LOG_FILE)}") from None
         except BaseException:
             self.kill()
             raise
         if failure is not None:
             raise failure
         if reply.type != request.type or not reply.success:
-            raise CriuError(f"CRIU failed{_log_end(images / LOG_FILE)}")
+            raise CriuError(f"CRIU failed{errors_in(images / LOG_FILE)}")
         return time.monotonic() - began
 
     def _receive(self, timeout_s: float, still_wanted: Callable[[], str | None]) -> Any:
@@ -237,7 +239,8 @@ def _standard_descriptors(pid: int) -> list[str]:
     return [str(Path(f"/proc/{pid}/fd/{fd}").readlink()) for fd in range(3)]
 
 
-def _log_end(log: Path) -> str:
+def errors_in(log: Path) -> str:
+    """The first errors in a log of CRIU's, as the end of a sentence; empty when it has none."""
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
     except OSError:

@@ -1,7 +1,7 @@
 """Containers made from an image, from a checkpoint, or from a spare one that waits. Callers remove what fails half-way.
 
 A checkpoint of a quiet container is a fresh container over the saved files, whose runner is told where to go on; any
-other is restored by CRIU, through Docker, so that Docker lists, enters, logs and ends it like its own.
+other is restored by CRIU, through Docker and runc, so that Docker lists, enters, logs and ends it like its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from belayer.sandbox.quiet import traits
 
 PROBE_S = 20.0
 """How long a started or restored runner may take to answer for the first time."""
-CLIMB = "../" * 40
-"""More levels than any folder that Docker or containerd unpacks images to; / is its own parent."""
 
 
 class Maker:
@@ -79,8 +77,9 @@ class Maker:
         self._rebase(name, checkpoint, made.upper)
         if manifest.quiet:
             return _incarnation(self._containers.start(made.id))
-        link_images(checkpoint, manifest, self._containers.checkpoint_folder(made.id, manifest.checkpoint))
-        return _incarnation(self._containers.start(made.id, manifest.checkpoint))
+        work = self._home.run_folder(name) / "restore"
+        work.mkdir(mode=0o700)
+        return _incarnation(self._containers.restore(made.id, checkpoint / IMAGES, work))
 
     def _take(self, spare: str, name: str, owner: Owner, checkpoint: Path) -> Incarnation | None:
         before = self._home.owner(spare)
@@ -110,18 +109,6 @@ class Maker:
             last = await sandbox.ping(PROBE_S)
         if last != manifest.action:
             raise RestoreFailedError(checkpoint.name, f"its runner says {last} actions, not {manifest.action}")
-
-
-def link_images(checkpoint: Path, manifest: Manifest, folder: Path) -> None:
-    """Lay the images out where Docker looks for them, as links.
-
-    Docker packs and copies images on their way to CRIU. A relative link, with enough `../` to reach / from wherever the
-    copy is unpacked, is copied instead, in no time.
-    """
-    folder.mkdir(mode=0o700, parents=True)
-    images = (checkpoint / IMAGES).resolve()
-    for name in manifest.images:
-        (folder / name).symlink_to(CLIMB + str(images / name).lstrip("/"))
 
 
 def _incarnation(container: Container) -> Incarnation:

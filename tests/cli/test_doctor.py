@@ -111,10 +111,10 @@ def test_without_docker_it_names_the_set_up(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("facts", "ok", "said"),
     [
-        ("27.0|true|overlay2|/data", True, ""),
-        ("27.0|false|overlay2|/data", False, "--experimental"),
-        ("27.0|true|vfs|/data", False, "overlay2"),
-        ("|false||", False, "scripts/dockerd.sh start"),
+        ("27.0|belayer runc |overlay2|/data", True, ""),
+        ("27.0|io.containerd.runc.v2 runc |overlay2|/data", False, "SIGHUP"),
+        ("27.0|belayer runc |vfs|/data", False, "overlay2"),
+        ("|||", False, "scripts/dockerd.sh start"),
     ],
 )
 def test_a_daemon_that_cannot_restore_is_told_from_one_that_can(

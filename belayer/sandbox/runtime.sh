@@ -1,0 +1,41 @@
+#!/bin/sh
+# The OCI runtime that Docker uses for Belayer's containers: runc, except that a container for which a restore is
+# requested is restored from its images instead of created.
+#
+# Docker's own way (`docker start --checkpoint`) packs and copies the images three times on their way to CRIU. Here the
+# request is a file named after the container, BELAYER_HOME/restore/ID, of three lines: the images' folder, a folder for
+# logs, and more options for `runc restore`. `create` restores; `start`, which follows, finds the request, removes it and
+# has nothing to do. Whatever fails is runc's to say: its messages and exit status are passed on.
+set -eu
+home=$(cd "$(dirname "$0")/.." && pwd)
+export PATH="$home/criu:$PATH"
+
+for id in "$@"; do :; done
+request=$home/restore/${id:-none}
+[ -f "$request" ] || exec runc "$@"
+{ read -r images; read -r work; read -r options; } < "$request"
+
+verb=
+count=$#
+while [ "$count" -gt 0 ]; do
+  count=$((count - 1))
+  word=$1
+  shift
+  if [ -z "$verb" ]; then
+    case $word in
+      create)
+        verb=$word
+        # shellcheck disable=SC2086 # the options are words of ours
+        set -- "$@" restore --detach --image-path "$images" --work-path "$work" $options
+        continue ;;
+      start | state | kill | delete | exec | ps | pause | resume | update | events) verb=$word ;;
+    esac
+  fi
+  set -- "$@" "$word"
+done
+
+if [ "$verb" = start ]; then
+  rm -f "$request"
+  exit 0
+fi
+exec runc "$@"
