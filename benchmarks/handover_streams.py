@@ -64,15 +64,16 @@ class Streams:
             changed, engine = self._changed, self._engine
             reading = asyncio.create_task(self._read(stream, engine))
             waiting = asyncio.create_task(changed.wait())
-            await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                try:
-                    await reading
-                except EngineFailedError:
+            try:
+                await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
+                if reading.done() and isinstance(reading.exception(), EngineFailedError):
                     await waiting  # whoever watches the engine will change it
-            waiting.cancel()
+                elif reading.done():
+                    reading.result()
+            finally:
+                reading.cancel()
+                waiting.cancel()
+                await asyncio.gather(reading, waiting, return_exceptions=True)
 
     async def _read(self, stream: Stream, engine: HttpEngine) -> None:
         left = stream.max_new_tokens - len(stream.token_ids)

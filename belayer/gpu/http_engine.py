@@ -17,6 +17,7 @@ import msgspec
 
 from belayer.errors import EngineFailedError, InputError, PrefixRefusedError
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
+from belayer.ids import new_suffix
 
 INCARNATION_HEADER = "X-Belayer-Incarnation"
 """Names the incarnation that is meant. An engine that knows it refuses a request for another: ports come again."""
@@ -118,9 +119,12 @@ class HttpEngine:
 
 
 def _body(request: str, prefix: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """SGLang's GenerateReqInput."""
+    """SGLang's GenerateReqInput.
+
+    Two seconds after a stream ended, SGLang 0.5.17 aborts its rid once more, whoever has it then: none is used twice.
+    """
     return {
-        "rid": request,
+        "rid": f"{request}-{new_suffix()}",
         "input_ids": list(prefix),
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,
