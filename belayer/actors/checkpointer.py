@@ -8,12 +8,10 @@ it made. Either way a checkpoint that the journal does not call published is nev
 
 from __future__ import annotations
 
-import time
-
 import structlog
 
 from belayer import ids
-from belayer.actors.names import is_surely_dead
+from belayer.actors.patience import settled
 from belayer.actors.projector import Projector
 from belayer.actors.sandboxes import checkpoint_name, incarnation_of
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, FencedError, SandboxFailedError
@@ -54,7 +52,14 @@ class Checkpointer:
     async def handle(self, notice: Notice) -> None:
         """Bring the sandbox's checkpoints up to the newest boundary, if the sandbox still stands at it."""
         name = notice.stream.name
-        state = await self._settled(name)
+        state = await settled(
+            self._store,
+            ids.sandbox(name),
+            lambda: self._sandboxes.look(name),
+            lambda state: state.capture_epoch if state.open_checkpoint is not None else None,
+            self._host_name,
+            self._patience_s,
+        )
         prefix = await self._trajectories.look(name)
         if state.open_checkpoint is None and not self._wanted(prefix, state):
             return
@@ -67,21 +72,6 @@ class Checkpointer:
         prefix = await self._trajectories.look(name)
         if self._wanted(prefix, state):
             await self._capture(writer, name, prefix, state)
-
-    async def _settled(self, name: str) -> SandboxState:
-        """The sandbox's state once nobody captures it: taking its epoch now would throw that work away."""
-        waited_for, deadline = "", 0.0
-        while (started := (state := await self._sandboxes.look(name)).open_checkpoint) is not None:
-            if started.checkpoint != checkpoint_name(name, started.boundary, state.epoch):
-                break  # the epoch that began it is over, so it cannot be published any more
-            if is_surely_dead(state.writer, self._host_name):
-                break
-            if started.checkpoint != waited_for:
-                waited_for, deadline = started.checkpoint, time.monotonic() + self._patience_s
-            if (left_s := deadline - time.monotonic()) <= 0:
-                break
-            await self._store.wait(ids.sandbox(name), state.sequence, left_s)
-        return state
 
     def _wanted(self, prefix: TrajectoryState, state: SandboxState) -> bool:
         """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it."""

@@ -14,6 +14,7 @@ import time
 import structlog
 
 from belayer import ids
+from belayer.actors.patience import settled
 from belayer.actors.sandboxes import incarnation_name, look
 from belayer.errors import FencedError, RestoreFailedError
 from belayer.journal.events import (
@@ -39,18 +40,29 @@ log = structlog.get_logger("belayer.recovery")
 class SandboxRecovery:
     """Recovers the sandboxes of one host."""
 
-    def __init__(self, store: JournalStore, host: SandboxHost, host_name: str, by: str) -> None:
+    def __init__(
+        self, store: JournalStore, host: SandboxHost, host_name: str, by: str, patience_s: float = 0.0
+    ) -> None:
+        """`patience_s`: how long a step of a recovery that another has begun may take before it is taken for dead."""
         self._store = store
+        self._patience_s = patience_s
         self._host = host
         self._host_name = host_name
         self._by = by
 
     async def recover(self, name: str) -> None:
         """Recover the trajectory's sandbox if it is failed and its container was here; otherwise do nothing."""
-        state = await look(self._store, name)
+        state = await settled(
+            self._store,
+            ids.sandbox(name),
+            lambda: look(self._store, name),
+            lambda state: state.recovery_epoch if state.phase == "recovering" else None,
+            self._host_name,
+            self._patience_s,
+        )
         if not self._ours(state) and not await self._half_resumed(name, state):
             return
-        writer, history = await take_over(self._store, ids.sandbox(name), self._by)
+        writer, history = await take_over(self._store, ids.sandbox(name), self._by, only_at=state.sequence)
         state = sandbox.fold(history)
         if self._ours(state):
             await self._recover(writer, name, state)

@@ -20,7 +20,8 @@ from belayer.gpu.protocol import EngineHost
 from belayer.journal.store import JournalStore
 from belayer.sandbox.protocol import SandboxHost
 
-CAPTURE_PATIENCE_S = 15.0
+PATIENCE_S = 20.0
+"""How long an actor waits for a step of another's work: a capture, a restore, the start of an engine."""
 
 
 async def run_actors(
@@ -35,10 +36,10 @@ async def run_actors(
     consumer = by.removeprefix("actors/")
     actors: list[Actor] = [
         Detector(store, host_name, by),
-        Checkpointer(store, sandboxes, host_name, by, CAPTURE_PATIENCE_S),
+        Checkpointer(store, sandboxes, host_name, by, PATIENCE_S),
         Recovery(
-            SandboxRecovery(store, sandboxes, host_name, by),
-            WorkerRecovery(store, engines, host_name, by),
+            SandboxRecovery(store, sandboxes, host_name, by, PATIENCE_S),
+            WorkerRecovery(store, engines, host_name, by, patience_s=PATIENCE_S),
         ),
         Reaper(store, sandboxes, engines, host_name, by),
     ]

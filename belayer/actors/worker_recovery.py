@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 from belayer import ids
+from belayer.actors.patience import settled
 from belayer.errors import EngineFailedError, FencedError
 from belayer.gpu.protocol import EngineHost, EngineProcess
 from belayer.journal.events import (
@@ -41,8 +42,18 @@ async def look(store: JournalStore, name: str) -> WorkerState:
 class WorkerRecovery:
     """Recovers the engine workers of one host."""
 
-    def __init__(self, store: JournalStore, host: EngineHost, host_name: str, by: str, weight_version: int = 0) -> None:
+    def __init__(
+        self,
+        store: JournalStore,
+        host: EngineHost,
+        host_name: str,
+        by: str,
+        weight_version: int = 0,
+        patience_s: float = 0.0,
+    ) -> None:
+        """`patience_s`: how long a step of a recovery that another has begun may take before it is taken for dead."""
         self._store = store
+        self._patience_s = patience_s
         self._host = host
         self._host_name = host_name
         self._by = by
@@ -57,11 +68,18 @@ class WorkerRecovery:
 
     async def recover(self, name: str) -> None:
         """Replace the main if it has failed, and arm a shadow if there is none; what is in order is left alone."""
-        state = await look(self._store, name)
+        state = await settled(
+            self._store,
+            ids.worker(name),
+            lambda: look(self._store, name),
+            lambda state: state.recovery_epoch if state.recovering else None,
+            self._host_name,
+            self._patience_s,
+        )
         if not self._here(state):
             return
         if state.serving is None:
-            await self._replace_main(name)
+            await self._replace_main(name, state.sequence)
             state = await look(self._store, name)
         if state.serving is not None and state.shadow is None:
             await self._arm(name)
@@ -70,8 +88,8 @@ class WorkerRecovery:
         main = state.engines.get(state.main)
         return main is not None and main.status != "removed" and main.registered.host == self._host_name
 
-    async def _replace_main(self, name: str) -> None:
-        writer, history = await take_over(self._store, ids.worker(name), self._by)
+    async def _replace_main(self, name: str, seen: int) -> None:
+        writer, history = await take_over(self._store, ids.worker(name), self._by, only_at=seen)
         state = fold(history)
         if state.serving is not None or not self._here(state):
             return

@@ -50,6 +50,10 @@ class SandboxState(msgspec.Struct, frozen=True):
     sequence: int = 0
     writer: str = ""
     """Who began the epoch."""
+    capture_epoch: int = 0
+    """The epoch in which the newest checkpoint was begun."""
+    recovery_epoch: int = 0
+    """The epoch in which the newest recovery was begun."""
 
     @property
     def incarnation(self) -> str:
@@ -87,9 +91,11 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
         case FailureDetected() if event.incarnation == state.incarnation and state.phase == "live":
             return replace(state, sequence=sequence, phase="failed", failure=event, failures=state.failures + 1)
         case RecoveryStarted() if state.phase == "failed":
-            return replace(state, sequence=sequence, phase="recovering")
+            return replace(state, sequence=sequence, phase="recovering", recovery_epoch=state.epoch)
+        case RecoveryStarted() if state.phase == "recovering":
+            return replace(state, sequence=sequence, recovery_epoch=state.epoch)
         case CheckpointStarted():
-            return replace(state, sequence=sequence, open_checkpoint=event)
+            return replace(state, sequence=sequence, open_checkpoint=event, capture_epoch=state.epoch)
         case CheckpointPublished():
             return replace(
                 state,

@@ -45,6 +45,10 @@ class WorkerState(msgspec.Struct, frozen=True):
     run: str = ""
     epoch: int = 0
     sequence: int = 0
+    writer: str = ""
+    """Who began the epoch."""
+    recovery_epoch: int = 0
+    """The epoch in which the newest recovery was begun."""
 
     @property
     def serving(self) -> EngineState | None:
@@ -90,7 +94,7 @@ def evolve(state: WorkerState, sequence: int, event: AnyEvent) -> WorkerState:
             failed = _with(state, event.incarnation, status="failed", evidence=event.evidence)
             return replace(state, sequence=sequence, engines=failed)
         case RecoveryStarted():
-            return replace(state, sequence=sequence, recovering=True)
+            return replace(state, sequence=sequence, recovering=True, recovery_epoch=state.epoch)
         case HandoverCompleted():
             return replace(
                 state,
@@ -103,7 +107,7 @@ def evolve(state: WorkerState, sequence: int, event: AnyEvent) -> WorkerState:
         case WorkerRemoved():
             return replace(state, sequence=sequence, engines=_with(state, event.incarnation, status="removed"))
         case EpochStarted():
-            return replace(state, sequence=sequence, epoch=event.epoch)
+            return replace(state, sequence=sequence, epoch=event.epoch, writer=event.writer)
         case _:
             return replace(state, sequence=sequence)
 

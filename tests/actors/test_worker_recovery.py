@@ -1,0 +1,70 @@
+"""Several recoveries at one worker, with real engine processes: one hands over, the others wait for it."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from belayer import ids
+from belayer.actors.reports import report_engine_failure
+from belayer.actors.worker_recovery import WorkerRecovery, look, process_of
+from belayer.errors import FencedError, WrongSequenceError
+from belayer.gpu.recorded_host import RecordedEngineHost
+from belayer.gpu.recorded_prefix import ASSISTANT, END, USER, TokenRecording
+from belayer.journal.events import EpochStarted, HandoverCompleted
+from belayer.journal.memory_store import MemoryStore
+from belayer.journal.writer import Reader
+from belayer.processes import host_name, is_alive
+from belayer.projections.worker import WorkerState
+
+
+@pytest.fixture
+async def engines(tmp_path: Path) -> AsyncIterator[RecordedEngineHost]:
+    recording = TokenRecording("r", [USER, 1, END, ASSISTANT], [[2, END]])
+    (tmp_path / "r.recording.json").write_bytes(msgspec.json.encode(recording))
+    yield RecordedEngineHost(tmp_path, tmp_path / "log", owner_pid=os.getpid())
+
+
+async def recover(recovery: WorkerRecovery) -> None:
+    """As the actors' loop does it: whoever was overtaken looks again."""
+    while True:
+        try:
+            return await recovery.recover("w")
+        except (FencedError, WrongSequenceError):
+            continue
+
+
+async def test_many_recoveries_at_once_hand_over_once(engines: RecordedEngineHost) -> None:
+    store = MemoryStore()
+    recoveries = [
+        WorkerRecovery(store, engines, host_name(), f"actors/elsewhere-{number}-ab", patience_s=30.0)
+        for number in range(1, 3)
+    ]
+    state = await recoveries[0].start("w", "run")
+    try:
+        await recover(recoveries[0])
+        state = await look(store, "w")
+        assert state.serving is not None and state.shadow is not None
+        main, shadow = state.serving.registered, state.shadow.registered
+        os.kill(main.pid, signal.SIGKILL)
+        await report_engine_failure(store, "w", main.incarnation, "died", "killed", "test")
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(recover(recoveries[number % 2]) for number in range(8)))
+        state = await look(store, "w")
+        assert state.main == shadow.incarnation and state.handovers == 1
+        assert state.serving is not None and state.shadow is not None
+        events = [recorded.event for recorded in await Reader(store, ids.worker("w")).catch_up()]
+        assert sum(isinstance(event, HandoverCompleted) for event in events) == 1
+        assert sum(isinstance(event, EpochStarted) for event in events) < 30
+    finally:
+        await _kill_all(engines, await look(store, "w"))
+    assert not is_alive(main.pid, main.pid_start_ticks)
+
+
+async def _kill_all(engines: RecordedEngineHost, state: WorkerState) -> None:
+    for engine in state.engines.values():
+        await engines.kill(process_of(engine))
