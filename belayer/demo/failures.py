@@ -83,7 +83,7 @@ def plan_failures(seed: int, name: str, kinds: Sequence[Kind], profile: Profile)
     planned: list[Planned] = []
     for kind, part in _assigned(rng, kinds, parts, profile):
         number = _number(rng, kind, part, profile)
-        tokens = rng.randrange(1, max(2, profile.tokens[number - 1] * 3 // 4))
+        tokens = rng.randrange(1, max(2, profile.tokens[number - 1] // 2))
         longest_s = (
             min(_LONGEST_DELAY_S, profile.durations_s[number - 1] / 4) if kind is Kind.ACTION else _LONGEST_DELAY_S
         )

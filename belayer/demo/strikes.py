@@ -19,6 +19,7 @@ from belayer.actors.worker_recovery import look as look_worker
 from belayer.demo.failures import Kind, Planned
 from belayer.demo.stage import WORKER, Stage
 from belayer.demo.view import View
+from belayer.demo.waiting import RETRY_S
 from belayer.errors import JournalUnavailableError
 from belayer.processes import kill
 
@@ -65,6 +66,7 @@ class Striker:
             hit = None
             while hit is None and not self._over(self.view):
                 hit = await self._strike(planned)
+                await asyncio.sleep(0 if hit else RETRY_S)
             if hit is None:
                 waiting.append(planned)
             else:
@@ -127,13 +129,13 @@ class Striker:
     async def _engine(self, planned: Planned) -> Struck | None:
         generation = await self._in_generation(planned)
         try:
-            engine = (await look_worker(self.stage.store, WORKER)).serving
+            worker = await look_worker(self.stage.store, WORKER)
         except JournalUnavailableError:
             return None
         current = self.view.trajectory.generation
-        if not generation or engine is None or current is None:
+        if not generation or current is None or worker.serving is None or worker.shadow is None:
             return None
-        registered = engine.registered
+        registered = worker.serving.registered
         if current.incarnation != registered.incarnation:
             return None
         now = time.time_ns()
