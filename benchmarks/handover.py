@@ -4,11 +4,13 @@
 
 Stages, each with its own deadline and each recorded as soon as it ends, whatever happens to the others:
 
-    arena    the arena's contract tests, on this device, beside the next stage
+    arena    the arena's contract tests, on this device, beside the other stages
+    engine   SGLang with memory server, arena and ledger: start, throughput, an undisturbed reference run
+    early    SIGKILL of the scheduler at varying instants; the shadow adopts the KV cache and does not wait for the
+             dead process to be torn down
+    kills    the same, but it waits
+    refill   the same as kills without adoption: everything is computed again
     plain    SGLang without Belayer: cold start, throughput
-    engine   the same with memory server, arena and ledger: start, throughput, an undisturbed reference run
-    kills    SIGKILL of the scheduler at varying instants; the shadow adopts the KV cache
-    refill   the same without adoption: everything is computed again
 
 The last line is one JSON object; DIR/handover.json has every kill with its phases, DIR/engines.log the engines' logs.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -31,16 +34,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from belayer.gpu import wire
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineProcess
 from belayer.gpu.sglang_host import SglangHost
-from belayer.processes import open_pidfd, start_ticks
 from benchmarks.handover_streams import Stream, Streams
 from benchmarks.sglang_shapes import SHAPES, write_model, write_plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 _LOG_HEAD_BYTES, _LOG_TAIL_BYTES = 200_000, 400_000
-STAGES = ("arena", "plain", "engine", "kills", "refill")
+STAGES = ("arena", "engine", "early", "kills", "refill", "plain")
 
 
 class Bench:
@@ -190,11 +193,11 @@ class Bench:
         found["gpu"] = _gpu_processes()
         return found
 
-    async def kills(self, count: int, adopt: bool, label: str) -> dict[str, Any]:
+    async def kills(self, label: str, count: int, *, adopt: bool, early: bool) -> dict[str, Any]:
         """Kill `count` mains, each replaced by a shadow that was started beforehand, several at a time."""
         found: dict[str, Any] = {"kills": []}
         self.results["stages"][label] = found
-        self.host.adopt = adopt
+        self.host.adopt, self.host.early = adopt, early
         chosen = random.Random(23)
         while len(found["kills"]) < count:
             wave = min(self.options.wave, count - len(found["kills"]))
@@ -206,6 +209,7 @@ class Bench:
                 raise RuntimeError("no shadow could be started")
             found.setdefault("waves", []).append({"shadows": len(shadows), "s": round(time.monotonic() - began_s, 2)})
             found["gpu"] = _gpu_processes()
+            found["shadow_gpu_gb"] = _gpu_gb(found["gpu"], await self.host.status(), shadows)
             found["arm"] = [self.host.facts[shadow.incarnation] for shadow in shadows]
             for shadow in shadows:
                 found["kills"].append(await self._kill(shadow, chosen))
@@ -217,41 +221,49 @@ class Bench:
         assert self.main is not None
         tokens = self.options.tokens
         old, new = self.host.connect(self.main), self.host.connect(shadow)
-        run = self.streams(f"kill{self.engines}", old, self.options.streams, tokens)
+        run = self.streams("kill", old, self.options.streams, tokens)
         running = asyncio.create_task(run.run())
         await run.wait_tokens(chosen.randrange(tokens // 8, tokens // 2))
         status = await self.host.status()
         scheduler = next(engine.pid for engine in status.engines if engine.holds_arena)
-        pidfd = open_pidfd(scheduler, start_ticks(scheduler))
-        assert pidfd is not None
-        dead = asyncio.Event()
-        asyncio.get_running_loop().add_reader(pidfd, dead.set)
+        seen: dict[str, float] = {}
+        dying, dead = asyncio.Event(), asyncio.Event()
+        watching = asyncio.create_task(self._watch(self.main.incarnation, seen, dying, dead))
+        await asyncio.sleep(0.1)
         before = sum(len(stream.token_ids) for stream in run.streams)
         killed_s = time.monotonic()
         os.kill(scheduler, 9)
-        await dead.wait()
-        dead_s = time.monotonic()
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
+        await dying.wait()
         run.change(new)
         await self.host.promote(shadow)
         promoted_s = time.monotonic()
         await running
+        await dead.wait()
+        watching.cancel()
         await old.close()
         await new.close()
         await self.host.kill(self.main)
         self.main = shadow
-        waits = [stream.resumed_s[0] - killed_s for stream in run.streams if stream.resumed_s]
-        facts = dict(self.host.facts[shadow.incarnation])
-        facts.pop("granted_at_s", None)
+        waits = sorted(stream.resumed_s[0] - killed_s for stream in run.streams if stream.resumed_s)
         return {
-            "waits_s": [round(wait, 4) for wait in sorted(waits)],
-            "dead_s": round(dead_s - killed_s, 4),
+            "waits_s": [round(wait, 4) for wait in waits],
+            "dying_s": round(seen["dying"] - killed_s, 4),
+            "dead_s": round(seen["dead"] - killed_s, 4),
             "promoted_s": round(promoted_s - killed_s, 4),
-            "phases": {name: round(value, 5) for name, value in facts.items()},
+            "phases": {name: round(value, 5) for name, value in self.host.facts[shadow.incarnation].items()},
             "tokens_before": before,
             "equal": _agreement(self.reference, [stream.token_ids for stream in run.streams]),
         }
+
+    async def _watch(self, incarnation: str, seen: dict[str, float], dying: asyncio.Event, dead: asyncio.Event) -> None:
+        async for event in self.host.events():
+            if event.incarnation == incarnation:
+                seen.setdefault(event.kind, time.monotonic())
+                if event.kind in ("dying", "dead"):
+                    dying.set()
+                if event.kind == "dead":
+                    seen.setdefault("dying", seen["dead"])
+                    dead.set()
 
     async def close(self) -> None:
         if self.memory is not None:
@@ -264,8 +276,7 @@ def _sglang_arguments(options: argparse.Namespace) -> list[str]:
     arguments = ["--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--sampling-backend"]
     arguments += ["pytorch", "--grammar-backend", "none", "--incremental-streaming-output", "--random-seed", "1"]
     arguments += ["--max-running-requests", str(max(16, options.streams)), "--sleep-on-idle"]
-    # Room for the waves before this one too: a full pool makes SGLang retract requests, which is not what is measured.
-    arguments += ["--max-total-tokens", str(3 * options.streams * (options.context + options.tokens + 64) + 4096)]
+    arguments += ["--max-total-tokens", str(options.streams * (options.context + options.tokens + 64) + 20480)]
     if options.device == "cpu":
         return [*arguments, "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
     arguments += ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--log-level", "info"]
@@ -294,6 +305,7 @@ def _summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
         "kill_to_token_worst_s": waits[-1],
         "kill_to_last_stream_p50_s": round(statistics.median(worst), 4),
         "dead_p50_s": round(statistics.median(kill["dead_s"] for kill in kills), 4),
+        "dying_p50_s": round(statistics.median(kill["dying_s"] for kill in kills), 4),
         "promoted_p50_s": round(statistics.median(kill["promoted_s"] for kill in kills), 4),
         "equal_streams": sum(kill["equal"]["equal"] for kill in kills),
         "all_streams": sum(kill["equal"]["streams"] for kill in kills),
@@ -325,6 +337,14 @@ def _gpu_processes() -> list[str]:
     return [total, *_run("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader").splitlines()]
 
 
+def _gpu_gb(processes: list[str], status: wire.Status, shadows: list[EngineProcess]) -> float | None:
+    """GPU memory of a shadow, context included: the median over these."""
+    names = {shadow.incarnation for shadow in shadows}
+    pids = {str(engine.pid) for engine in status.engines if engine.incarnation in names}
+    used = [float(line.split(",")[1].split()[0]) for line in processes[1:] if line.split(",")[0] in pids]
+    return round(statistics.median(used) * (1 << 20) / 1e9, 3) if used else None
+
+
 def _machine() -> dict[str, Any]:
     gpu = _run("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {"python": platform.python_version(), "kernel": platform.release(), "cores": os.cpu_count(), "gpu": gpu}
@@ -337,15 +357,19 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(options, Path(folder))
         try:
             beside = asyncio.create_task(bench.stage("arena", bench.arena, 150)) if "arena" in stages else None
-            if "plain" in stages:
-                await bench.stage("plain", bench.plain, 240)
+            if await bench.stage("engine", bench.engine, 240):
+                for name, count, adopt, early in (
+                    ("early", options.kills, True, True),
+                    ("kills", options.late_kills, True, False),
+                    ("refill", options.refills, False, False),
+                ):
+                    if name in stages and count and bench.left_s > 40:
+                        work = functools.partial(bench.kills, name, count, adopt=adopt, early=early)
+                        await bench.stage(name, work, bench.left_s - (100 if "plain" in stages else 0))
             if beside is not None:
                 await beside
-            if await bench.stage("engine", bench.engine, 240):
-                if "kills" in stages:
-                    await bench.stage("kills", lambda: bench.kills(options.kills, True, "kills"), bench.left_s)
-                if "refill" in stages and bench.left_s > 60:
-                    await bench.stage("refill", lambda: bench.kills(options.refills, False, "refill"), bench.left_s)
+            if "plain" in stages and bench.left_s > 60:
+                await bench.stage("plain", bench.plain, bench.left_s)
         finally:
             await bench.close()
         bench.results |= _headline(bench.results["stages"])
@@ -355,14 +379,16 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _headline(stages: dict[str, Any]) -> dict[str, Any]:
     """The figures of the last line, from whatever stages there are."""
-    plain, engine, kills = (stages.get(name, {}) for name in ("plain", "engine", "kills"))
+    plain, engine, early = (stages.get(name, {}) for name in ("plain", "engine", "early"))
     headline: dict[str, Any] = {
-        "kill_to_token_p50_s": kills.get("kill_to_token_p50_s"),
-        "kill_to_token_p99_s": kills.get("kill_to_token_p99_s"),
-        "kill_to_token_worst_s": kills.get("kill_to_token_worst_s"),
+        "shadow_gpu_gb": early.get("shadow_gpu_gb"),
+        "kill_to_token_p50_s": early.get("kill_to_token_p50_s"),
+        "kill_to_token_p99_s": early.get("kill_to_token_p99_s"),
+        "kill_to_token_worst_s": early.get("kill_to_token_worst_s"),
+        "late_p50_s": stages.get("kills", {}).get("kill_to_token_p50_s"),
         "refill_p50_s": stages.get("refill", {}).get("kill_to_token_p50_s"),
         "cold_start_s": plain.get("cold_start_s"),
-        "equal": kills.get("equal_streams") == kills.get("all_streams") if kills.get("all_streams") else None,
+        "equal": early.get("equal_streams") == early.get("all_streams") if early.get("all_streams") else None,
         "throughput_ratio": None,
     }
     if "again" in plain and "again" in engine:
@@ -379,7 +405,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--context", type=int, default=2048, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=400, help="tokens that each stream generates")
-    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--late-kills", type=int, default=4)
     parser.add_argument("--refills", type=int, default=2)
     parser.add_argument("--wave", type=int, default=6, help="shadows that are started together")
     parser.add_argument("--budget-s", type=float, default=560.0, help="the whole run ends within it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from belayer.errors import EngineFailedError
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import Sampling
+
+_CHANGE_WITHIN_S = 20.0
 
 
 @dataclass
@@ -24,6 +27,8 @@ class Stream:
     name: str
     prompt: list[int]
     max_new_tokens: int
+    request: str = ""
+    """Its id on the engine that it was last asked of. SGLang must not see an id twice."""
     token_ids: list[int] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     resumed_s: list[float] = field(default_factory=list)
@@ -36,14 +41,12 @@ class Streams:
     def __init__(self, streams: Sequence[Stream], engine: HttpEngine) -> None:
         self.streams = list(streams)
         self._engine = engine
-        self._generation = 0
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
 
     def change(self, engine: HttpEngine) -> None:
         """From now on every unfinished stream is the next engine's."""
         self._engine = engine
-        self._generation += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -66,21 +69,27 @@ class Streams:
             waiting = asyncio.create_task(changed.wait())
             try:
                 await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
-                if reading.done() and isinstance(reading.exception(), EngineFailedError):
-                    await waiting  # whoever watches the engine will change it
-                elif reading.done():
-                    reading.result()
-            finally:
+            except asyncio.CancelledError:
                 reading.cancel()
                 waiting.cancel()
-                await asyncio.gather(reading, waiting, return_exceptions=True)
+                raise
+            if not reading.done():
+                reading.cancel()
+                await asyncio.wait((reading,))
+            if not reading.cancelled() and (error := reading.exception()) is not None:
+                # Whoever watches the engine changes it soon; otherwise the error is one.
+                await asyncio.wait((waiting,), timeout=_CHANGE_WITHIN_S)
+                if not isinstance(error, EngineFailedError) or not waiting.done():
+                    raise error
+            waiting.cancel()
 
     async def _read(self, stream: Stream, engine: HttpEngine) -> None:
         left = stream.max_new_tokens - len(stream.token_ids)
         sampling = Sampling(max_new_tokens=left)
-        name = f"{stream.name}-{self._generation}"
-        resuming = self._generation > 0
-        async with contextlib.aclosing(engine.generate(name, stream.prompt + stream.token_ids, sampling)) as batches:
+        resumes, stream.request = stream.request, f"{stream.name}-{os.urandom(4).hex()}"
+        resuming = bool(resumes)
+        batches = engine.generate(stream.request, stream.prompt + stream.token_ids, sampling, resumes=resumes)
+        async with contextlib.aclosing(batches):
             async for batch in batches:
                 now_s = time.monotonic()
                 if resuming and batch.token_ids:

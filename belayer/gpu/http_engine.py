@@ -17,10 +17,14 @@ import msgspec
 
 from belayer.errors import EngineFailedError, InputError, PrefixRefusedError
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
-from belayer.ids import new_suffix
 
 INCARNATION_HEADER = "X-Belayer-Incarnation"
 """Names the incarnation that is meant. An engine that knows it refuses a request for another: ports come again."""
+RESUME_KEY = "belayer_resume"
+"""In a request's `custom_params`: [its id on the dead engine, number of tokens that the caller has]."""
+RESUME_UNKNOWN = "does not know the request that is resumed"
+"""In the message of the abort with which the plugin answers a resumption that it cannot complete."""
+_RESUME_TAIL_TOKENS = 32
 
 
 class HttpEngine:
@@ -31,8 +35,28 @@ class HttpEngine:
         self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def generate(self, request: str, prefix: Sequence[int], sampling: Sampling) -> AsyncGenerator[TokenBatch]:
-        """Stream what follows the prefix, of n token ids. Close the iterator (`contextlib.aclosing`) to abort."""
+    async def generate(
+        self, request: str, prefix: Sequence[int], sampling: Sampling, *, resumes: str = ""
+    ) -> AsyncGenerator[TokenBatch]:
+        """Stream what follows the prefix, of n token ids. Close the iterator (`contextlib.aclosing`) to abort.
+
+        `resumes` is the id that this request had on the engine whose KV cache this one took over: then most of the
+        prefix need not be sent. When the engine does not know it, all of it is, in the same call.
+        """
+        if resumes and len(prefix) > _RESUME_TAIL_TOKENS:
+            received = 0
+            try:
+                async for batch in self._generate(_resuming_body(request, prefix, sampling, resumes)):
+                    received += len(batch.token_ids)
+                    yield batch
+                return
+            except EngineFailedError as error:
+                if received or RESUME_UNKNOWN not in error.evidence:
+                    raise
+        async for batch in self._generate(_body(request, prefix, sampling)):
+            yield batch
+
+    async def _generate(self, body: dict[str, Any]) -> AsyncGenerator[TokenBatch]:
         if self._session is None:
             self._session = aiohttp.ClientSession()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._silence_s, sock_read=self._silence_s)
@@ -40,8 +64,8 @@ class HttpEngine:
         try:
             async with self._session.post(
                 f"{self._engine.address}/generate",
-                json=_body(request, prefix, sampling),
-                headers={INCARNATION_HEADER: self._engine.incarnation},
+                data=msgspec.json.encode(body),
+                headers={INCARNATION_HEADER: self._engine.incarnation, "Content-Type": "application/json"},
                 timeout=timeout,
             ) as response:
                 if response.status != 200:
@@ -118,13 +142,17 @@ class HttpEngine:
         return EngineFailedError(self._engine.incarnation, evidence)
 
 
-def _body(request: str, prefix: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """SGLang's GenerateReqInput.
+def _resuming_body(request: str, prefix: Sequence[int], sampling: Sampling, resumes: str) -> dict[str, Any]:
+    """The same with the prefix's end alone: Belayer's plugin knows the rest (belayer/gpu/plugin/resume.py)."""
+    body = _body(request, prefix[-_RESUME_TAIL_TOKENS:], sampling)
+    body["sampling_params"]["custom_params"] = {RESUME_KEY: [resumes, len(prefix)]}
+    return body
 
-    Two seconds after a stream ended, SGLang 0.5.17 aborts its rid once more, whoever has it then: none is used twice.
-    """
+
+def _body(request: str, prefix: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+    """SGLang's GenerateReqInput."""
     return {
-        "rid": f"{request}-{new_suffix()}",
+        "rid": request,
         "input_ids": list(prefix),
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,

@@ -1,16 +1,18 @@
-"""What an engine knows about its KV cache, written after each step into memory that outlives it.
+"""What an engine knows about its KV cache, written before each token goes out, in memory that outlives the engine.
 
-Layout, little endian: a header page of 64-bit words, then one 64-byte entry a row of the slot table, then each row's
-token ids as 64-bit integers. An entry says: the KV of the first `length - 1` tokens of this row is complete, in the
-slots that the slot table names. (The last token was sampled from that KV; its own comes with the next step.)
+Layout, little endian: a header page of 64-bit words with the bell in its second half; the reserved slots, one word
+each; one 64-byte entry a row of the slot table; each row's token ids, one word each. An entry says: the KV of the
+first `length - 1` tokens of this row is complete, in the slots that the slot table names. (The last token was sampled
+from that KV; its own comes with the next step.)
 
-Invariant: an entry is read only if its sequence is even, the same before and after, and of the epoch asked for. A
-writer that dies in the middle of one leaves it odd: unproven, never wrong. Rows are invalidated before their slots
-may be used again. One process writes; nobody takes a lock.
+Invariant: an entry counts only if its sequence is even and it is of the epoch asked for. A writer that dies in the
+middle of one leaves it odd: unproven, never wrong. A row is invalidated before its slots may be used again. One
+process writes; nobody takes a lock; whoever reads does so when the writer's scheduler is dead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 import time
@@ -18,21 +20,25 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from belayer.gpu.bell import BELL_BYTES, Bell
 from belayer.gpu.errors import GeometryMismatchError
 
-MAGIC = 0x42454C4159455231
-VERSION = 1
-_HEADER_BYTES = 4096
-_ENTRY_WORDS = 8
+MAGIC = 0x42454C4159455232
+VERSION = 2
+MAX_RESERVE = 8192
 
-_W_MAGIC, _W_VERSION, _W_ROWS, _W_WIDTH, _W_EPOCH = range(5)
+_HEADER_BYTES = 4096
+_BELL_AT = 2048
+_ENTRY_WORDS = 8
+_W_MAGIC, _W_VERSION, _W_ROWS, _W_WIDTH, _W_EPOCH, _W_RESERVED = range(6)
 _W_STEPS_BEGUN, _W_STEPS_ENDED, _W_TOKENS_IN_FLIGHT, _W_BEAT_NS, _W_SERVING = range(8, 13)
 _E_SEQUENCE, _E_LENGTH, _E_EPOCH, _E_REQUEST, _E_WEIGHT_VERSION = range(5)
+assert _BELL_AT + BELL_BYTES <= _HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A proven row: its slot table row, the request's digest, all token ids, and how many have their KV."""
+    """A proven row: its row in the slot table, the request's digest, all token ids, and how many have their KV."""
 
     row: int
     request: int
@@ -55,7 +61,7 @@ class Progress:
 
 def ledger_bytes(rows: int, width: int) -> int:
     """Its size. Most of it stays unused, and so costs nothing."""
-    return _HEADER_BYTES + rows * _ENTRY_WORDS * 8 + rows * width * 8
+    return _HEADER_BYTES + 8 * (MAX_RESERVE + rows * _ENTRY_WORDS + rows * width)
 
 
 def request_digest(request: str) -> int:
@@ -66,17 +72,19 @@ def request_digest(request: str) -> int:
 class Ledger:
     """One ledger, mapped from a descriptor, which it does not take over."""
 
-    def __init__(self, fd: int, rows: int, width: int) -> None:
+    def __init__(self, fd: int, rows: int, width: int, *, writable: bool = True) -> None:
         size_bytes = ledger_bytes(rows, width)
-        self._memory = mmap.mmap(fd, size_bytes)
-        view = memoryview(self._memory)
-        entries_end = _HEADER_BYTES + rows * _ENTRY_WORDS * 8
-        self._header = view[:_HEADER_BYTES].cast("q")
-        self._entries = view[_HEADER_BYTES:entries_end].cast("q")
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._memory = mmap.mmap(fd, size_bytes, access=access)
+        self._view = view = memoryview(self._memory)
+        reserve_end = _HEADER_BYTES + 8 * MAX_RESERVE
+        entries_end = reserve_end + 8 * rows * _ENTRY_WORDS
+        self._header = view[:_BELL_AT].cast("q")
+        self._reserve = view[_HEADER_BYTES:reserve_end].cast("q")
+        self._entries = view[reserve_end:entries_end].cast("q")
         self._tokens = view[entries_end:size_bytes].cast("q")
         self.rows, self.width = rows, width
-        self._view = view
-        if self._header[_W_MAGIC] == 0:
+        if self._header[_W_MAGIC] == 0 and writable:
             self._header[_W_VERSION], self._header[_W_ROWS], self._header[_W_WIDTH] = VERSION, rows, width
             self._header[_W_MAGIC] = MAGIC
         expectations = ((_W_VERSION, "version", VERSION), (_W_ROWS, "rows", rows), (_W_WIDTH, "width", width))
@@ -84,29 +92,36 @@ class Ledger:
             if self._header[word] != expected:
                 raise GeometryMismatchError("ledger", field, self._header[word], expected)
 
+    @property
+    def bell(self) -> Bell:
+        """The holder's bell; of a ledger mapped for writing."""
+        return Bell(ctypes.addressof(ctypes.c_char.from_buffer(self._memory, _BELL_AT)))
+
     def close(self) -> None:
-        for view in (self._header, self._entries, self._tokens, self._view):
+        for view in (self._header, self._reserve, self._entries, self._tokens, self._view):
             view.release()
         self._memory.close()
 
     # --- the engine's side --------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Start writing under a lease: entries of earlier epochs count no more. Read them first."""
+        """Start writing under a lease, in the thread whose death the bell shall tell of."""
         header = self._header
+        header[_W_SERVING] = header[_W_RESERVED] = 0
         header[_W_STEPS_BEGUN] = header[_W_STEPS_ENDED] = header[_W_TOKENS_IN_FLIGHT] = 0
         header[_W_EPOCH] = epoch
+        self.bell.arm()
         self.beat()
         header[_W_SERVING] = 1
+
+    def beat(self) -> None:
+        """The scheduler's loop is alive."""
+        self._header[_W_BEAT_NS] = time.monotonic_ns()
 
     def excuse(self, silent: bool) -> None:
         """The loop will be silent for as long as it takes (a weight update), or is back."""
         self.beat()
         self._header[_W_SERVING] = 0 if silent else 1
-
-    def beat(self) -> None:
-        """The scheduler's loop is alive."""
-        self._header[_W_BEAT_NS] = time.monotonic_ns()
 
     def begin_step(self, tokens: int) -> None:
         """A forward pass over that many tokens is about to start."""
@@ -122,11 +137,16 @@ class Ledger:
         header[_W_TOKENS_IN_FLIGHT] -= tokens
         header[_W_BEAT_NS] = time.monotonic_ns()
 
+    def reserve(self, slots: Sequence[int]) -> None:
+        """These slots are never written by this holder: the next one may use them before this one is dead."""
+        self._header[_W_RESERVED] = 0
+        self._reserve[: len(slots)] = array("q", slots)
+        self._header[_W_RESERVED] = len(slots)
+
     def write(self, row: int, request: int, start: int, token_ids: Sequence[int], weight_version: int) -> None:
         """The row's tokens from `start` on are these; with `start` 0 it is a new request's."""
         at = row * _ENTRY_WORDS
         entries = self._entries
-        epoch = self._header[_W_EPOCH]
         entries[at + _E_SEQUENCE] |= 1
         first = row * self.width + start
         if len(token_ids) == 1:
@@ -134,7 +154,7 @@ class Ledger:
         else:
             self._tokens[first : first + len(token_ids)] = array("q", token_ids)
         entries[at + _E_LENGTH] = start + len(token_ids)
-        entries[at + _E_EPOCH] = epoch
+        entries[at + _E_EPOCH] = self._header[_W_EPOCH]
         entries[at + _E_REQUEST] = request
         entries[at + _E_WEIGHT_VERSION] = weight_version
         entries[at + _E_SEQUENCE] += 1
@@ -165,22 +185,26 @@ class Ledger:
             header[_W_BEAT_NS],
         )
 
+    def reserved(self, epoch: int) -> array[int]:
+        """The slots that the epoch's holder never writes."""
+        count = self._header[_W_RESERVED] if self.epoch == epoch else 0
+        slots = array("q")
+        slots.frombytes(self._reserve[:count].tobytes())
+        return slots
+
     def proven(self, epoch: int) -> Iterator[Entry]:
-        """The entries that this epoch's writer completed. Call it when the writer is dead."""
-        for row in range(self.rows):
+        """The entries that this epoch's writer completed."""
+        for row in range(self.rows if self.epoch == epoch else 0):
             if (entry := self._read(row, epoch)) is not None:
                 yield entry
 
     def _read(self, row: int, epoch: int) -> Entry | None:
         at = row * _ENTRY_WORDS
         entries = self._entries
-        sequence, length = entries[at + _E_SEQUENCE], entries[at + _E_LENGTH]
-        if sequence & 1 or entries[at + _E_EPOCH] != epoch or not 1 < length <= self.width:
+        length = entries[at + _E_LENGTH]
+        if not 1 < length <= self.width or entries[at + _E_SEQUENCE] & 1 or entries[at + _E_EPOCH] != epoch:
             return None
         first = row * self.width
         token_ids = array("q")
         token_ids.frombytes(self._tokens[first : first + length].tobytes())
-        request, version = entries[at + _E_REQUEST], entries[at + _E_WEIGHT_VERSION]
-        if (entries[at + _E_SEQUENCE], entries[at + _E_LENGTH]) != (sequence, length):
-            return None
-        return Entry(row, request, token_ids, length - 1, version)
+        return Entry(row, entries[at + _E_REQUEST], token_ids, length - 1, entries[at + _E_WEIGHT_VERSION])

@@ -59,21 +59,31 @@ class MemoryClient:
         raise ArenaRefusedError(f"it answered {type(answer).__name__} to {type(request).__name__}")
 
     def tell(self, request: wire.Request) -> None:
-        """Send what has no answer (Done)."""
+        """Send what has no answer (Armed, Serving)."""
         try:
             wire.send(self._connection, request)
         except OSError as error:
             raise MemoryServerGoneError(self._path, str(error)) from None
 
-    def order(self) -> tuple[wire.ArmNow | wire.Granted, list[int]] | None:
+    def order(self) -> tuple[wire.Order, list[int]] | None:
         """The server's next order if there is one now; does not wait."""
         readable, _, _ = select.select([self._connection], [], [], 0)
         if not readable:
             return None
         answer, fds = self._receive(0)
-        if isinstance(answer, wire.ArmNow | wire.Granted):
+        if isinstance(answer, wire.Order):
             return answer, fds
         raise ArenaRefusedError(f"it sent {type(answer).__name__} unasked")
+
+    def event(self) -> wire.EngineEvent | None:
+        """After Watch: the next event if there is one now; does not wait."""
+        readable, _, _ = select.select([self._connection], [], [], 0)
+        if not readable:
+            return None
+        answer, _ = self._receive(0)
+        if isinstance(answer, wire.EngineEvent):
+            return answer
+        raise ArenaRefusedError(f"it sent {type(answer).__name__} to a watcher")
 
     def close(self) -> None:
         self._connection.close()

@@ -13,16 +13,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
 from belayer.errors import EngineFailedError
 from belayer.gpu import wire
 from belayer.gpu.errors import ArenaError
-from belayer.gpu.http_engine import HttpEngine
+from belayer.gpu.http_engine import RESUME_KEY, HttpEngine
 from belayer.gpu.memory_client import MemoryClient
 from belayer.gpu.protocol import EngineProcess
 from belayer.processes import host_name, kill, start_ticks
@@ -31,7 +31,10 @@ _LOG_TAIL_BYTES = 1500
 
 
 class SglangHost:
-    """`python`: the interpreter that has SGLang. `arguments`: SGLang's own, the same for main and shadow."""
+    """`python`: the interpreter that has SGLang. `arguments`: SGLang's own, the same for main and shadow.
+
+    `adopt`: take the dead engine's KV cache over. `early`: before its process is gone (see ArenaDesk).
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class SglangHost:
         warm_prompts: Sequence[int] = (4, 64),
         warm_batch: int = 8,
         adopt: bool = True,
+        early: bool = False,
     ) -> None:
         self._memory_socket = memory_socket
         self._arguments = list(arguments)
@@ -61,6 +65,7 @@ class SglangHost:
         self._warm_prompts = warm_prompts
         self._warm_batch = warm_batch
         self.adopt = adopt
+        self.early = early
         self.facts: dict[str, dict[str, float]] = {}
         """What each promotion or arming took, by incarnation: seconds by phase, and counts."""
         self._children: list[subprocess.Popen[bytes]] = []
@@ -93,7 +98,7 @@ class SglangHost:
 
     async def promote(self, shadow: EngineProcess) -> None:
         """Make the shadow the main: it serves on return. The old main is killed if it is not dead. May be repeated."""
-        request = wire.Promote(shadow.incarnation, True, self.adopt, self._promote_timeout_s)
+        request = wire.Promote(shadow.incarnation, True, self.adopt, self.early, self._promote_timeout_s)
         try:
             answer = await asyncio.to_thread(self._ask, request, self._promote_timeout_s + 5.0)
         except ArenaError as error:
@@ -108,6 +113,24 @@ class SglangHost:
     def connect(self, engine: EngineProcess) -> HttpEngine:
         """A client for that incarnation; close it."""
         return HttpEngine(engine, silence_s=self._silence_s)
+
+    async def events(self) -> AsyncIterator[wire.EngineEvent]:
+        """What happens to this device's engines, as the memory server sees it. Close the iterator to stop."""
+        assert self._memory_socket is not None
+        client, _ = await asyncio.to_thread(MemoryClient.connect, self._memory_socket, "host", "control")
+        with client:
+            await asyncio.to_thread(client.ask, wire.Watch(), wire.Facts)
+            loop = asyncio.get_running_loop()
+            arrived = asyncio.Event()
+            loop.add_reader(client.fileno(), arrived.set)
+            try:
+                while True:
+                    while (event := client.event()) is not None:
+                        yield event
+                    arrived.clear()
+                    await arrived.wait()
+            finally:
+                loop.remove_reader(client.fileno())
 
     async def status(self) -> wire.Status:
         """The memory server's state."""
@@ -156,21 +179,23 @@ class SglangHost:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for length in self._warm_prompts:
                 await _generate(session, engine, longest[:length])
-            # Many at once, each one token beyond what is cached: what resumed streams will ask of a new main.
-            await asyncio.gather(
-                *(_generate(session, engine, [*longest, 51 + number]) for number in range(self._warm_batch))
-            )
+            # Many at once, each one token beyond what is cached; then the same without a prefill: both are what
+            # resumed streams will ask of a new main.
+            prompts = [[*longest, 51 + number] for number in range(self._warm_batch)]
+            await asyncio.gather(*(_generate(session, engine, prompt) for prompt in prompts))
+            await asyncio.gather(*(_generate(session, engine, prompt, resuming=True) for prompt in prompts))
 
     def _reap(self) -> None:
         self._children = [child for child in self._children if child.poll() is None]
 
 
-async def _generate(session: aiohttp.ClientSession, engine: EngineProcess, prompt: list[int]) -> None:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
-        "return_logprob": True,
-    }
+async def _generate(
+    session: aiohttp.ClientSession, engine: EngineProcess, prompt: list[int], *, resuming: bool = False
+) -> None:
+    sampling: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    if resuming:
+        sampling["custom_params"] = {RESUME_KEY: ["", len(prompt)]}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
     async with session.post(f"{engine.address}/generate", json=body) as response:
         if response.status != 200:
             raise ValueError(f"it answered {response.status} to a warm-up request")

@@ -1,14 +1,15 @@
 """What engines, hosts and the memory server say to each other: one JSON message a packet, descriptors beside it.
 
 The socket is a Unix SOCK_SEQPACKET, so that a message is whole or absent. Every request has one answer, Refused
-included; ArmNow and Granted are the two messages that the server sends without being asked.
+included, but for Armed and Serving, which answer an order. Orders (ArmNow, Granted, Released) go to engines and
+EngineEvent to watchers, unasked.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 import msgspec
@@ -19,14 +20,14 @@ MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 8
 
 Role = Literal["main", "shadow", "control"]
-Spec = Mapping[str, int | str]
+Spec = dict[str, int | str]
 """What a region looks like, field by field. Two engines may share it only if theirs are equal."""
 
 
 class Region(msgspec.Struct, frozen=True):
     """Memory that the server has: its shape and size in bytes."""
 
-    spec: dict[str, int | str]
+    spec: Spec
     size_bytes: int
 
 
@@ -51,12 +52,12 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 class OpenWeights(msgspec.Struct, frozen=True, tag=True):
     """Wait for the weights region: to read it when it is there, to write it when it is not, or is torn."""
 
-    spec: dict[str, int | str]
+    spec: Spec
     size_bytes: int
 
 
 class BeginWeights(msgspec.Struct, frozen=True, tag=True):
-    """Write a new version in place. Only the holder of the KV lease may."""
+    """Write a new version in place. Only the holder of the arena may."""
 
     version: int
 
@@ -68,43 +69,69 @@ class CommitWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenArena(msgspec.Struct, frozen=True, tag=True):
-    """A main takes the KV lease; a shadow only says what it will want, and waits."""
+    """A main takes the lease; a shadow only says what it will want, and waits."""
 
-    spec: dict[str, int | str]
-    size_bytes: int
+    spec: Spec
+    kv_bytes: int
+    table_bytes: int
     ledger_bytes: int
 
 
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """From the holder: it writes its ledger, its bell is armed. Seconds by phase, and counts."""
+
+    facts: dict[str, float]
+
+
+class Armed(msgspec.Struct, frozen=True, tag=True):
+    """From a shadow, on ArmNow: it waits for the lease."""
+
+    facts: dict[str, float]
+
+
 class Arm(msgspec.Struct, frozen=True, tag=True):
-    """From a host: the engine is warm. A main's silence counts as a hang from now on; a shadow lets go of its scratch
-    and waits for the lease."""
+    """From a host: the engine is warm. A main's silence counts as a hang from now on; a shadow is to be armed."""
 
     incarnation: str
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):
-    """From a host: lend the arena to that shadow once its holder is proved dead."""
+    """From a host: lend the arena to that shadow once its holder is proved dead.
+
+    `early`: already when the holder's bell has rung, with everything quarantined that it could still write to.
+    """
 
     incarnation: str
     kill_old: bool
     adopt: bool
+    early: bool
     timeout_s: float
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """From a shadow, on ArmNow or Granted: done. Seconds by phase, and counts."""
-
-    facts: dict[str, float]
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """From a host: send EngineEvents on this connection. Answered with Facts."""
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag=True):
     """What the server has and lends."""
 
 
-Request = Register | OpenWeights | BeginWeights | CommitWeights | OpenArena | Arm | Promote | Done | AskStatus
+Request = (
+    Register
+    | OpenWeights
+    | BeginWeights
+    | CommitWeights
+    | OpenArena
+    | Serving
+    | Armed
+    | Arm
+    | Promote
+    | Watch
+    | AskStatus
+)
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers, orders and events --------------------------------------------------------------------------------------
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
@@ -121,25 +148,42 @@ class WeightsLent(msgspec.Struct, frozen=True, tag=True):
 
 
 class ArenaLent(msgspec.Struct, frozen=True, tag=True):
-    """With two descriptors, arena and ledger, when `epoch` > 0. `fresh`: nobody has written there yet."""
+    """To a main, with the descriptors of a lease; to a shadow, with epoch 0 and none.
+
+    The descriptors of a lease: KV, slot table, ledger (writable), the last holder's slot table and ledger (readable).
+    `fresh`: nobody has written there yet.
+    """
 
     epoch: int
     fresh: bool
 
 
 class ArmNow(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Order to a shadow: let go of the scratch, hold requests, wait."""
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """The lease, to an armed shadow, with two descriptors: arena and ledger."""
+    """Order to an armed shadow, with the descriptors of a lease. `quarantined`: the last holder is still dying."""
 
     epoch: int
     adopt: bool
+    quarantined: bool
+
+
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """Order to a holder: the last one is proved dead; nothing is quarantined any more."""
+
+
+class EngineEvent(msgspec.Struct, frozen=True, tag=True):
+    """`dying`: its scheduler runs no more. `dead`: its process is gone. `hung`: it was silent, and has been killed."""
+
+    kind: Literal["dying", "dead", "hung"]
+    incarnation: str
+    evidence: str = ""
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Arm, Promote and CommitWeights."""
+    """The answer to Arm, Promote and Watch."""
 
     facts: dict[str, float]
 
@@ -156,7 +200,6 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     device: str
     epoch: int
     holder: str
-    holder_alive: bool
     weights: Weights
     arena: Region | None
     engines: list[EngineStatus]
@@ -170,7 +213,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     arguments: list[int | str]
 
 
-Answer = Registered | WeightsLent | ArenaLent | ArmNow | Granted | Facts | Status | Refused
+Order = ArmNow | Granted | Released
+Answer = Registered | WeightsLent | ArenaLent | Order | EngineEvent | Facts | Status | Refused
 
 _requests = msgspec.json.Decoder(Request)
 _answers = msgspec.json.Decoder(Answer)

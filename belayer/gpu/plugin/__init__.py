@@ -20,6 +20,7 @@ _SLOT_TABLE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 _KV_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
 _SIZES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -43,26 +44,31 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from belayer.gpu.errors import UnsupportedEngineError
+    from belayer.gpu.plugin.cache import Cache
     from belayer.gpu.plugin.engine import Engine
-    from belayer.gpu.plugin.memory import Memory
-    from belayer.gpu.plugin.updates import WeightUpdates
+    from belayer.gpu.plugin.link import Link
+    from belayer.gpu.plugin.weights import Weights
 
     if sglang.__version__ not in KNOWN_VERSIONS:
         raise UnsupportedEngineError("SGLang", sglang.__version__, ", ".join(KNOWN_VERSIONS))
-    memory = Memory.from_environment()
-    engine = Engine(memory)
-    updates = WeightUpdates(memory)
+    link = Link.from_environment()
+    weights, cache = Weights(link), Cache(link)
+    engine = Engine(link, weights, cache)
     place = HookRegistry.register
-    place(_LOADER, memory.model_loader, HookType.AROUND)
-    place(f"{_SLOT_TABLE}.__init__", memory.slot_table_made, HookType.AFTER)
+    place(_LOADER, weights.model_loader, HookType.AROUND)
+    place(f"{_SLOT_TABLE}.__init__", cache.slot_table_made, HookType.AFTER)
     place(f"{_SLOT_TABLE}.free", engine.row_freed, HookType.BEFORE)
     place(f"{_SLOT_TABLE}.clear", engine.rows_cleared, HookType.BEFORE)
-    place(_KV_POOL, memory.kv_buffers, HookType.AROUND)
-    place(f"{_SIZES}._profile_available_bytes", memory.available_bytes, HookType.AROUND)
-    place(f"{_SIZES}._apply_token_constraints", memory.token_capacity, HookType.AROUND)
+    place(_KV_POOL, cache.kv_buffers, HookType.AROUND)
+    place(f"{_SIZES}._profile_available_bytes", cache.available_bytes, HookType.AROUND)
+    place(f"{_SIZES}._apply_token_constraints", cache.token_capacity, HookType.AROUND)
     place(f"{_SCHEDULER}.run_event_loop", engine.loop_starts, HookType.BEFORE)
     place(f"{_SCHEDULER}.process_input_requests", engine.loop_turns, HookType.BEFORE)
+    place(f"{_SCHEDULER}._get_new_batch_prefill_raw", engine.prefill_is_chosen, HookType.AROUND)
     place(f"{_SCHEDULER}.run_batch", engine.step_begins, HookType.BEFORE)
+    place(f"{_SCHEDULER}.process_batch_result", engine.step_ends, HookType.BEFORE)
     place(f"{_SCHEDULER}.process_batch_result", engine.step_ended, HookType.AFTER)
+    place(f"{_SCHEDULER}.flush_cache", engine.cache_flushed, HookType.AROUND)
+    place(_STREAMER, engine.tokens_go_out, HookType.BEFORE)
     for source in ("disk", "distributed", "tensor", "ipc"):
-        place(f"{_UPDATER}.update_weights_from_{source}", updates.around, HookType.AROUND)
+        place(f"{_UPDATER}.update_weights_from_{source}", engine.weights_updated, HookType.AROUND)

@@ -7,13 +7,11 @@ Invariant: afterwards every slot is either in the tree, once, or free. When the 
 each other (a slot out of range or claimed twice) nothing is adopted at all.
 """
 
-# torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
+# torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
+# pyright: reportMissingImports=false
 import logging
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,8 +32,10 @@ class Adopted:
     requests: int
 
 
-def adopt(tree: Any, allocator: Any, slot_table: torch.Tensor, entries: Sequence[Entry]) -> Adopted:
-    """Fill an empty tree and allocator. `slot_table`: rows x width, int32."""
+def adopt(
+    tree: Any, allocator: Any, slot_table: torch.Tensor, entries: Sequence[Entry], never: torch.Tensor
+) -> Adopted:
+    """Fill an empty tree and allocator. `slot_table`: rows x width, int32. `never`: slots that no request can have."""
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -45,8 +45,7 @@ def adopt(tree: Any, allocator: Any, slot_table: torch.Tensor, entries: Sequence
         proven = entry.proven // page * page
         if proven:
             slots = slot_table[entry.row, :proven].to(torch.int64)
-            key = RadixKey(array("q", entry.token_ids[:proven]))
-            tree.insert(InsertParams(key=key, value=slots))
+            tree.insert(InsertParams(key=RadixKey(entry.token_ids[:proven]), value=slots))
     if not tree.total_size():
         return Adopted(0, 0)
     used = tree.all_values_flatten()
@@ -55,7 +54,7 @@ def adopt(tree: Any, allocator: Any, slot_table: torch.Tensor, entries: Sequence
     claims = torch.zeros(limit + 1, dtype=torch.int32, device=used.device)
     in_range = (pages >= 1) & (pages <= limit)
     claims.index_add_(0, torch.where(in_range, pages, 0), torch.ones_like(pages, dtype=torch.int32))
-    sound = in_range.all() & (claims[1:] <= page).all()
+    sound = in_range.all() & (claims[1:] <= page).all() & (claims[never // page] == 0).all()
     if not bool(sound):
         _log.error("belayer: the ledger and the slot table contradict each other; nothing is adopted")
         tree.reset()

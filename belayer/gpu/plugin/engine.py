@@ -1,80 +1,101 @@
-"""The scheduler's side: the ledger after each step, a shadow that waits, and the moment when it takes over.
+"""The scheduler's side: the ledger at each step, a shadow that waits, and the moment when it takes over.
 
 A shadow serves its warm-up requests on scratch. Armed, it holds every request that comes, in order, until it is
-granted the lease; then it maps the arena, adopts what the ledger proves and lets the requests go. All of it happens
-in the scheduler's own thread, between two turns of its loop: nothing else touches its tree or its allocator.
+granted the lease; then it maps the arena, adopts what the last holder proved, and lets the requests go. All of it
+happens in the scheduler's own thread, between two turns of its loop: nothing else touches its tree or its allocator.
 """
-
-# torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+# torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
+# pyright: reportMissingImports=false
 import logging
+import os
+import select
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Literal
 
 from belayer.gpu import wire
-from belayer.gpu.ledger import Entry, Ledger, request_digest
+from belayer.gpu.ledger import Ledger, request_digest
 from belayer.gpu.plugin.adoption import Adopted, adopt
-from belayer.gpu.plugin.memory import Memory
+from belayer.gpu.plugin.cache import Cache
+from belayer.gpu.plugin.link import Link
+from belayer.gpu.plugin.rehearsal import rehearse
+from belayer.gpu.plugin.resume import Resumption
+from belayer.gpu.plugin.slots import Slots
+from belayer.gpu.plugin.weights import Weights
 
 _log = logging.getLogger("belayer")
+_STEPS_WITHOUT_RELEASE = 16
+"""A new main takes over early only if its predecessor's reserve lasts for so many tokens of each request."""
+_RELEASE_TIMEOUT_S = 30.0
 
 
 class Engine:
     """One scheduler process under Belayer; its methods are SGLang's hooks."""
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, link: Link, weights: Weights, cache: Cache) -> None:
+        self._link = link
+        self._weights = weights
+        self._cache = cache
         self._phase: Literal["starting", "warming", "armed", "serving"] = "starting"
         self._ledger: Ledger | None = None
+        self._slots: Slots | None = None
+        self._resumption = Resumption()
         self._written: dict[int, tuple[str, int]] = {}
         self._steps: deque[int] = deque()
         self._held: list[Any] = []
         self._arm_asked = False
+        self._decoding = False
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def loop_starts(self, scheduler: Any) -> None:
         """Before Scheduler.run_event_loop: everything is built, nothing has been served."""
-        memory = self._memory
-        if memory.epoch:
-            facts = self._take_over(scheduler, adopting=not memory.fresh)
-            _log.info("belayer: main under epoch %d, %s", memory.epoch, facts)
-            return
-        self._phase = "warming"
+        self._slots = Slots(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
+        if self._cache.epoch:
+            facts = self._take_over(scheduler, adopting=not self._cache.fresh, quarantined=False)
+            self._link.client.tell(wire.Serving(facts))
+            _log.info("belayer: main under epoch %d, %s", self._cache.epoch, facts)
+        else:
+            self._phase = "warming"
         if scheduler.idle_sleeper is not None:
             import zmq
 
-            scheduler.idle_sleeper.poller.register(memory.client.fileno(), zmq.POLLIN)
+            scheduler.idle_sleeper.poller.register(self._link.client.fileno(), zmq.POLLIN)
 
     def loop_turns(self, scheduler: Any, recv_reqs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before Scheduler.process_input_requests, which every turn of the loop calls."""
         if self._phase == "serving":
-            assert self._ledger is not None
+            assert self._ledger is not None and self._slots is not None
             self._ledger.beat()
-            return None
+            if self._slots.quarantined:
+                self._follow_orders(scheduler)
+            return (scheduler, self._resumption.completed(scheduler, recv_reqs)), {}
         if self._phase == "starting":
             return None
         self._follow_orders(scheduler)
         if self._phase == "warming":
-            return None
+            return (scheduler, self._resumption.completed(scheduler, recv_reqs)), {}
         self._held += recv_reqs
         if self._phase == "armed":
             return (scheduler, []), {}
         released, self._held = self._held, []
-        return (scheduler, released), {}
+        return (scheduler, self._resumption.completed(scheduler, released)), {}
 
     def _follow_orders(self, scheduler: Any) -> None:
-        received = self._memory.client.order()
+        received = self._link.client.order()
         if received is not None:
             order, fds = received
-            if isinstance(order, wire.ArmNow):
-                self._arm_asked = True
-            else:
-                self._handover(scheduler, order, fds)
+            match order:
+                case wire.ArmNow():
+                    self._arm_asked = True
+                case wire.Granted():
+                    self._handover(scheduler, order, fds)
+                case wire.Released():
+                    self._last_is_dead()
         if self._arm_asked and self._phase == "warming" and scheduler.is_fully_idle():
             self._arm_asked = False
             self._arm(scheduler)
@@ -82,36 +103,70 @@ class Engine:
     def _arm(self, scheduler: Any) -> None:
         began_s = time.monotonic()
         scheduler.flush_cache()
-        self._memory.drop_scratch()
+        assert self._slots is not None
+        tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+        rehearse(self._slots, tree, allocator, scheduler.req_to_token_pool.req_to_token)
+        scheduler.flush_cache()
+        self._cache.drop_scratch()
         self._phase = "armed"
-        self._memory.client.tell(wire.Done({"arm_s": time.monotonic() - began_s, **_device_memory(scheduler)}))
+        self._link.client.tell(wire.Armed({"arm_s": time.monotonic() - began_s, **_device_memory(scheduler)}))
         _log.info("belayer: armed")
+
+    # --- the handover -------------------------------------------------------------------------------------------
 
     def _handover(self, scheduler: Any, granted: wire.Granted, fds: list[int]) -> None:
         began_s = time.monotonic()
-        self._memory.map_granted(granted, fds)
+        self._cache.map_granted(granted.epoch, fds)
         mapped_s = time.monotonic()
-        facts = self._take_over(scheduler, adopting=granted.adopt)
-        done_s = time.monotonic()
-        self._memory.client.tell(
-            wire.Done({"map_s": mapped_s - began_s, "adopt_s": done_s - mapped_s, **facts, "granted_at_s": began_s})
-        )
-        _log.info("belayer: main under epoch %d, mapped in %.4f s, %s", granted.epoch, mapped_s - began_s, facts)
+        facts = self._take_over(scheduler, adopting=granted.adopt, quarantined=granted.quarantined)
+        facts |= {"map_s": mapped_s - began_s, "adopt_s": time.monotonic() - mapped_s}
+        self._link.client.tell(wire.Serving(facts))
+        _log.info("belayer: main under epoch %d, %s", granted.epoch, facts)
 
-    def _take_over(self, scheduler: Any, *, adopting: bool) -> dict[str, float]:
-        """Adopt what the last holder proved, then write the ledger under our own epoch."""
-        memory = self._memory
-        assert memory.ledger is not None and memory.slot_table is not None
-        ledger = memory.ledger
+    def _take_over(self, scheduler: Any, *, adopting: bool, quarantined: bool) -> dict[str, float]:
+        """Adopt what the last holder proved, and write the ledger under our own epoch."""
+        import torch
+
+        cache, tree, allocator = self._cache, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+        assert cache.ledger is not None and self._slots is not None
         adopting = adopting and scheduler.ps.tp_size == 1
-        entries: list[Entry] = list(ledger.proven(ledger.epoch)) if adopting else []
-        ledger.begin(memory.epoch)
+        slots = self._slots
         adopted = Adopted(0, 0)
+        last, table = cache.last_holder()
+        last_epoch = cache.epoch - 1
+        entries = list(last.proven(last_epoch)) if adopting else []
+        reserved = last.reserved(last_epoch)
+        if quarantined and len(reserved) < _STEPS_WITHOUT_RELEASE * max(1, len(entries)):
+            self._await_release()
+            quarantined = False
+        reserve = torch.tensor(reserved, dtype=torch.int64, device=table.device)
         if entries:
-            adopted = adopt(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator, memory.slot_table, entries)
-        self._ledger = ledger
+            adopted = adopt(tree, allocator, table, entries, reserve)
+        if quarantined:
+            slots.quarantine(reserve)
+        cache.ledger.begin(cache.epoch)
+        self._ledger = cache.ledger
+        if not quarantined:
+            self._last_is_dead()
+        self._resumption.learn(entries if adopted.tokens else ())
         self._phase = "serving"
-        return {"adopted_tokens": adopted.tokens, "adopted_requests": adopted.requests}
+        return {"adopted_tokens": adopted.tokens, "adopted_requests": adopted.requests, "early": float(quarantined)}
+
+    def _last_is_dead(self) -> None:
+        """Nothing is quarantined any more; set a reserve of our own aside for whoever comes next."""
+        assert self._slots is not None and self._ledger is not None
+        self._slots.release_quarantine()
+        self._cache.let_go_of_last()
+        self._ledger.reserve(self._slots.keep_reserve())
+
+    def _await_release(self) -> None:
+        """Wait for the last holder's death; the lease was granted early and early is of no use."""
+        fd = self._link.client.fileno()
+        readable, _, _ = select.select([fd], [], [], _RELEASE_TIMEOUT_S)
+        received = self._link.client.order() if readable else None
+        if received is None or not isinstance(received[0], wire.Released):
+            _log.error("belayer: the last holder did not die within %.0f s; giving up", _RELEASE_TIMEOUT_S)
+            os._exit(3)
 
     # --- the ledger ---------------------------------------------------------------------------------------------
 
@@ -121,31 +176,42 @@ class Engine:
             tokens = int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else len(batch.reqs)
             self._steps.append(tokens)
             self._ledger.begin_step(tokens)
-        self._memory.weights_are_used()
+        self._weights.are_used()
+
+    def step_ends(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
+        """Before Scheduler.process_batch_result."""
+        self._decoding = batch.forward_mode.is_decode()
 
     def step_ended(self, result: None, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-        """After Scheduler.process_batch_result: the sampled tokens are on the host, so the KV before them is there."""
+        """After Scheduler.process_batch_result."""
+        self._decoding = False
+        if self._ledger is not None:
+            self._ledger.end_step(self._steps.popleft() if self._steps else 0)
+
+    def tokens_go_out(self, streamer: Any, requests: list[Any], *_: Any, **__: Any) -> None:
+        """Before the output streamer: the tokens are sampled, so the KV before them is complete.
+
+        Only after decode steps: after a prefill the device may still have to move a row's slots (SGLang merges equal
+        prefixes then), and by the next decode step it has.
+        """
         ledger = self._ledger
-        if ledger is None:
+        if ledger is None or not self._decoding:
             return
-        written = self._written
-        version = self._memory.weight_version
-        for request in batch.reqs:
-            row = request.req_pool_idx
-            output = request.output_ids
+        written, version = self._written, self._weights.version
+        for request in requests:
+            row, output = request.req_pool_idx, request.output_ids
             if row is None or not output or request.extra_key is not None:
                 continue
             prompt = request.origin_input_ids
             total = len(prompt) + len(output)
+            if total > ledger.width:
+                continue
             known = written.get(row)
             if known is None or known[0] != request.rid:
-                if total <= ledger.width:
-                    ledger.write(row, request_digest(request.rid), 0, prompt + output, version)
-                    written[row] = (request.rid, total)
-            elif known[1] < total <= ledger.width:
+                ledger.write(row, request_digest(request.rid), 0, prompt + output, version)
+            elif known[1] < total:
                 ledger.write(row, request_digest(request.rid), known[1], output[known[1] - len(prompt) :], version)
-                written[row] = (request.rid, total)
-        ledger.end_step(self._steps.popleft() if self._steps else 0)
+            written[row] = (request.rid, total)
 
     def row_freed(self, pool: Any, request: Any) -> None:
         """Before ReqToTokenPool.free: from here on the row's slots may be given to another request."""
@@ -159,6 +225,38 @@ class Engine:
         if self._ledger is not None:
             self._ledger.invalidate_all()
             self._written.clear()
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    def prefill_is_chosen(
+        self, original: Callable[..., Any], scheduler: Any, *, running_batch: Any, **named: Any
+    ) -> Any:
+        """Around the choice of the next prefill: requests that need none join the decode batch first."""
+        return original(scheduler, running_batch=self._resumption.join(scheduler, running_batch), **named)
+
+    def cache_flushed(self, original: Callable[..., bool], scheduler: Any, *arguments: Any, **named: Any) -> bool:
+        """Around Scheduler.flush_cache: what is set aside does not outlive the tree, and is set aside again."""
+        if self._slots is None or self._ledger is None:
+            return original(scheduler, *arguments, **named)
+        if self._slots.quarantined:
+            self._await_release()
+            self._last_is_dead()
+        self._ledger.reserve(())
+        flushed = original(scheduler, *arguments, **named)
+        if flushed:
+            self._slots.forget()
+            self._ledger.reserve(self._slots.keep_reserve())
+        return flushed
+
+    def weights_updated(self, original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+        """Around SGLang's weight updates; the loop is silent for as long as one takes."""
+        if self._ledger is None:
+            return original(manager, recv_req)
+        self._ledger.excuse(True)
+        try:
+            return self._weights.update(original, manager, recv_req)
+        finally:
+            self._ledger.excuse(False)
 
 
 def _device_memory(scheduler: Any) -> dict[str, float]:

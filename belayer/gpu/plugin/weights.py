@@ -1,0 +1,153 @@
+"""An engine's weights lie in the memory server's arena, at a fixed address, read-only.
+
+The first engine loads them as SGLang always does, copies them into the arena and drops its own; later engines build
+the model without memory and map. Updates write in place: begin before the first write, commit once the engine would
+serve them. SGLang updates in one call or in many (buckets), so a version is committed when a call asks to flush the
+cache, which callers do last, or at the next forward pass: from then on tokens come from these weights. A crash before
+that leaves the version torn in the memory server, and torn weights are never served.
+"""
+
+from __future__ import annotations
+
+# torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
+# pyright: reportMissingImports=false
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from belayer.gpu import wire
+from belayer.gpu.arena import WEIGHTS_ADDRESS, Allocation
+from belayer.gpu.errors import UnsupportedEngineError
+from belayer.gpu.plugin.layout import Layout, build_without_memory
+from belayer.gpu.plugin.link import Link
+
+_log = logging.getLogger("belayer")
+
+
+class _Update:
+    """A weight update under way."""
+
+    def __init__(self, version: int, writable: Allocation) -> None:
+        self.version = version
+        self.writable = writable
+        self.failed = False
+
+
+class Weights:
+    """The weights of one engine process; its methods are SGLang's hooks."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.version = 0
+        self._readable: Allocation | None = None
+        self._update: _Update | None = None
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def model_loader(self, original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
+        """Around SGLang's get_model_loader: the same loader, whose load_model puts the weights into the arena."""
+        loader = original(load_config, model_config)
+        weights = self
+
+        class ArenaLoader(type(loader)):  # type: ignore[misc]
+            def load_model(self, *, model_config: Any, device_config: Any) -> Any:
+                return weights.load(self, super().load_model, model_config, device_config)
+
+        loader.__class__ = ArenaLoader
+        return loader
+
+    def load(self, loader: Any, load_model: Callable[..., Any], model_config: Any, device_config: Any) -> Any:
+        """Return the model with every parameter and buffer in the arena."""
+        began_s = time.monotonic()
+        mapper = self._link.mapper(device_config.device, getattr(device_config, "gpu_id", None))
+        model = build_without_memory(loader, model_config)
+        layout = Layout(model)
+        lent, fds = self._link.client.ask(wire.OpenWeights(layout.spec, layout.size_bytes), wire.WeightsLent)
+        if lent.writable:
+            model = load_model(model_config=model_config, device_config=device_config)
+            layout = _same_layout(Layout(model), layout)
+        allocation = mapper.take(fds[0], lent.size_bytes)
+        mapper.reserve(WEIGHTS_ADDRESS, lent.size_bytes)
+        mapper.map(WEIGHTS_ADDRESS, allocation, writable=lent.writable)
+        layout.move(mapper, WEIGHTS_ADDRESS, copy=lent.writable)
+        self.version = lent.version
+        self._readable = allocation
+        if lent.writable:
+            mapper.synchronize()
+            self._commit(_Update(0, allocation))
+            gc.collect()
+            _empty_cache(str(device_config.device))
+        _log.info(
+            "belayer: weights %s, %.3f GB, version %d, in %.3f s",
+            "loaded into the arena" if lent.writable else "mapped",
+            lent.size_bytes / 1e9,
+            self.version,
+            time.monotonic() - began_s,
+        )
+        return model.eval()
+
+    # --- updates ------------------------------------------------------------------------------------------------
+
+    def update(self, original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+        """Around SGLang's update calls. One that fails leaves the version begun; the next one may finish it."""
+        named = str(getattr(recv_req, "weight_version", None) or "")
+        self._begin(int(named) if named.isdecimal() else None)
+        result = original(manager, recv_req)
+        assert self._update is not None
+        if not result.success:
+            self._update.failed = True
+        elif getattr(recv_req, "flush_cache", False):
+            self._commit_update()
+        return result
+
+    def are_used(self) -> None:
+        """A forward pass begins: weights that were updated and not yet committed are what is served from here on."""
+        if self._update is not None and not self._update.failed:
+            self._commit_update()
+
+    def _begin(self, version: int | None) -> None:
+        if self._update is None:
+            version = self.version + 1 if version is None else version
+            lent, fds = self._link.client.ask(wire.BeginWeights(version), wire.WeightsLent)
+            mapper = self._link.mapper()
+            writable = mapper.take(fds[0], lent.size_bytes)
+            mapper.protect(WEIGHTS_ADDRESS, writable, writable=True)
+            self._update = _Update(version, writable)
+        elif version is not None:
+            self._update.version = version
+        self._update.failed = False
+
+    def _commit_update(self) -> None:
+        update, self._update = self._update, None
+        assert update is not None
+        self._link.mapper().synchronize()
+        self._commit(update)
+
+    def _commit(self, update: _Update) -> None:
+        """Read-only again, for every engine."""
+        mapper = self._link.mapper()
+        lent, fds = self._link.client.ask(wire.CommitWeights(update.version), wire.WeightsLent)
+        readable = mapper.take(fds[0], lent.size_bytes)
+        mapper.protect(WEIGHTS_ADDRESS, readable, writable=False)
+        mapper.forget(update.writable)
+        if self._readable is not None and self._readable != update.writable:
+            mapper.forget(self._readable)
+        self._readable = readable
+        self.version = update.version
+
+
+def _same_layout(loaded: Layout, planned: Layout) -> Layout:
+    if loaded.spec != planned.spec:
+        raise UnsupportedEngineError(
+            "the model after loading", "of another layout than before it", "models whose loading keeps shapes"
+        )
+    return loaded
+
+
+def _empty_cache(device: str) -> None:
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()
