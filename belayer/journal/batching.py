@@ -162,9 +162,10 @@ class Lane:
         """One attempt; the writes that are to be tried again."""
         left_s = group[0].started + self._timeout_s - time.monotonic()
         cause = await self._sender.attempt(group, min(REPLY_S, max(_LEAST_ATTEMPT_S, left_s)))
-        if cause:
-            self._expire(cause)
-        return [write for write in group if not write.done.done()] if cause else []
+        if not [write for write in group if not write.done.done()]:
+            return []
+        self._expire(cause)
+        return [write for write in group if not write.done.done()]
 
     async def _release(self, group: list[Append]) -> None:
         """The group is settled: its streams may go on, and there is room again."""

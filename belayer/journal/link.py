@@ -63,8 +63,7 @@ class _Wire(asyncio.Protocol):
         self._waiting.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lose(f"the connection broke: {exc}" if exc else "the server closed the connection")

@@ -18,18 +18,16 @@ import hiredis
 from belayer.errors import JournalError, ServerRefusedError
 from belayer.ids import StreamId
 from belayer.journal.address import Address
-from belayer.journal.codec import GENESIS, Entry, previous_digest_of
+from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.link import Link, LinkLostError, Reply, pack
 from belayer.journal.outcome import check_chain
 from belayer.journal.replies import ELSEWHERE, Again, Refused, judged_error, refused_command
 from belayer.journal.server_checks import check_server
-from belayer.journal.writes import Append, TakeOver
+from belayer.journal.writes import EMPTY, Append, Tail
 
 _MOST_TAILS = 200_000
-_EMPTY = (0, GENESIS)
-_UNKNOWN = (-1, b"")
 
 
 class Sender:
@@ -45,11 +43,10 @@ class Sender:
         self._link: Link | None = None
         self._linking = asyncio.Lock()
         self._was_linked = False
-        self._tails: dict[StreamId, tuple[int, bytes]] = {}
-        """Sequence and digest of streams' last events; the digest is empty when it is not at hand."""
+        self._tails: dict[StreamId, Tail] = {}
 
     async def attempt(self, group: Sequence[Append], timeout_s: float) -> str:
-        """Try to store the writes, each of another stream; why some of them may still be unsettled."""
+        """Try to store the writes, each of another stream; why some of them are still unsettled, if they are."""
         try:
             await self._send(await self.linked(timeout_s), group, timeout_s)
         except (LinkLostError, Again) as error:
@@ -57,7 +54,7 @@ class Sender:
         except JournalError as error:
             for write in group:
                 write.settle(error)
-        return ""
+        return "a stream changed while it was looked at"
 
     async def linked(self, timeout_s: float) -> Link:
         """The link, opened anew and checked when it was lost; what was known about streams is then forgotten.
@@ -93,11 +90,14 @@ class Sender:
         """One attempt at the group. Again when some writes must wait; LinkLostError when their outcome is unknown."""
         tails = self._tails
         found: list[Append] = []
-        if unknown := [write for write in group if self._is_unknown(write)]:
+        if unknown := [write for write in group if not write.follows(tails.get(write.stream))]:
             found = await self._look(link, unknown, timeout_s)
             group = [write for write in group if not write.done.done() and write not in found]
-        packed = [write.pack(self._keys, self._shard, tails.get(write.stream) == _EMPTY) for write in group]
-        count = sum([write.replies for write in group])
+        packed: list[bytes] = []
+        count = 0
+        for write in group:
+            write.pack(packed, self._keys, self._shard, tails.get(write.stream) == EMPTY)
+            count += write.replies
         packed += (confirm := self._confirm(timeout_s, bool(found)))
         replies = await link.exchange(packed, count + len(confirm), timeout_s)
         stored, refused, again = self._judge(group, replies)
@@ -110,7 +110,10 @@ class Sender:
             if confirm := self._confirm(timeout_s, True):
                 self._check_confirmed((await link.exchange(confirm, len(confirm), timeout_s))[-1])
             found += late
-        for write in stored + found:
+        for write in stored:
+            if not write.done.done():
+                write.done.set_result(None)
+        for write in found:
             write.settle(None)
         if again:
             if again.startswith(ELSEWHERE):
@@ -125,6 +128,10 @@ class Sender:
         at = 0
         for write in group:
             end = at + write.replies
+            if type(replies[at]) is bytes and write.replies == 1:
+                stored.append(write)
+                at = end
+                continue
             try:
                 if write.judge(self.address, replies, at, end):
                     stored.append(write)
@@ -136,15 +143,6 @@ class Sender:
                 write.settle(error)
             at = end
         return stored, refused, again
-
-    def _is_unknown(self, write: Append) -> bool:
-        """Whether an append may not be sent before a look at its stream."""
-        if isinstance(write, TakeOver):
-            return False
-        sequence, digest = self._tails.get(write.stream, _UNKNOWN)
-        if sequence != write.entry.expected_sequence:
-            return True
-        return digest != b"" and digest != previous_digest_of(write.entry.body)
 
     async def _look(self, link: Link, writes: list[Append], timeout_s: float) -> list[Append]:
         """Read where the streams are. Returns the writes that are stored already, settles those that can never be.
@@ -164,7 +162,7 @@ class Sender:
             try:
                 last, stored = self._entry(write, newest), self._entry(write, same_id)
                 if link is self._link:
-                    self._tails[write.stream] = _EMPTY if last is None else (last.last_sequence, b"")
+                    self._tails[write.stream] = EMPTY if last is None else (last.last_sequence, b"")
                 if stored is not None and stored.body == write.entry.body:
                     found.append(write)
                 elif error := check_chain(write.stream, write.entry, last):

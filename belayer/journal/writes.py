@@ -14,7 +14,7 @@ import hiredis
 
 from belayer.errors import JournalError, WrongSequenceError
 from belayer.ids import StreamId
-from belayer.journal.codec import Entry
+from belayer.journal.codec import GENESIS, Entry, previous_digest_of
 from belayer.journal.keys import BODY_FIELD, NOTICE_STREAM_FIELD, NOTICE_TAG_FIELD, Keys, entry_id, stored_entry
 from belayer.journal.link import Reply, pack
 from belayer.journal.outcome import takeover_refusal
@@ -42,6 +42,11 @@ Returns 1 when stored (now or by an earlier try), 0 when the stream is gone, els
 
 _MULTI = pack((b"MULTI",))
 _EXEC = pack((b"EXEC",))
+_XADD = b"*6\r\n$4\r\nXADD\r\n$%d\r\n%b\r\n$10\r\nNOMKSTREAM\r\n$%d\r\n%b\r\n$1\r\ne\r\n$%d\r\n"
+
+Tail = tuple[int, bytes]
+"""Sequence and digest of a stream's last event; the digest is empty when it is not at hand."""
+EMPTY: Tail = (0, GENESIS)
 
 
 class Append:
@@ -76,26 +81,40 @@ class Append:
         else:
             self.done.set_result(outcome)
 
-    def pack(self, keys: Keys, shard: int, is_new: bool) -> bytes:
-        """The packed commands. `is_new`: the stream is known to be empty."""
-        entry = self.entry
-        if not is_new:
-            add = pack((b"XADD", self.key, b"NOMKSTREAM", entry_id(entry), BODY_FIELD, entry.body))
-            if self.notice_tag is None:
-                self.replies = 1
-                return add
-        else:
-            add = pack((b"XADD", self.key, entry_id(entry), BODY_FIELD, entry.body))
-        name = str(self.stream)
-        commands = [_MULTI, add]
+    def follows(self, tail: Tail | None) -> bool:
+        """Whether the entry comes right after the stream's last event, as far as that is known."""
+        if tail is None or tail[0] != self.entry.last_sequence - self.entry.count:
+            return False
+        return not tail[1] or tail[1] == previous_digest_of(self.entry.body)
+
+    def pack(self, packed: list[bytes], keys: Keys, shard: int, is_new: bool) -> None:
+        """Add the packed commands. `is_new`: the stream is known to be empty."""
         if is_new:
-            commands.append(pack((b"SADD", keys.names(shard), name)))
+            packed.append(_MULTI)
+            packed.append(pack((b"XADD", self.key, entry_id(self.entry), BODY_FIELD, self.entry.body)))
+            packed.append(pack((b"SADD", keys.names(shard), str(self.stream))))
+            self.replies = 3
+        elif self.notice_tag is None:
+            self._pack_add(packed)
+            self.replies = 1
+            return
+        else:
+            packed.append(_MULTI)
+            self._pack_add(packed)
+            self.replies = 2
         if self.notice_tag is not None:
-            notice = (NOTICE_STREAM_FIELD, name, NOTICE_TAG_FIELD, self.notice_tag)
-            commands.append(pack((b"XADD", keys.control(shard), b"MAXLEN", b"~", CONTROL_MAXLEN, b"*", *notice)))
-        commands.append(_EXEC)
-        self.replies = len(commands)
-        return b"".join(commands)
+            notice = (NOTICE_STREAM_FIELD, str(self.stream), NOTICE_TAG_FIELD, self.notice_tag)
+            packed.append(pack((b"XADD", keys.control(shard), b"MAXLEN", b"~", CONTROL_MAXLEN, b"*", *notice)))
+            self.replies += 1
+        packed.append(_EXEC)
+        self.replies += 1
+
+    def _pack_add(self, packed: list[bytes]) -> None:
+        """`XADD key NOMKSTREAM id e body`, by hand: the body is then copied once, when all is joined."""
+        key, body, identifier = self.key, self.entry.body, entry_id(self.entry)
+        packed.append(_XADD % (len(key), key, len(identifier), identifier, len(body)))
+        packed.append(body)
+        packed.append(b"\r\n")
 
     def judge(self, address: str, replies: Sequence[Reply], at: int, end: int) -> bool:
         """From the replies `at` to `end`: True when the entry is stored; Again, Refused or a JournalError when not."""
@@ -129,10 +148,14 @@ class TakeOver(Append):
         super().__init__(stream, entry, None, key, started, done)
         self.after = after
 
-    def pack(self, keys: Keys, shard: int, is_new: bool) -> bytes:
+    def follows(self, tail: Tail | None) -> bool:
+        """The script looks for itself."""
+        return True
+
+    def pack(self, packed: list[bytes], keys: Keys, shard: int, is_new: bool) -> None:
         after = (b"", b"") if self.after is None else (entry_id(self.after), self.after.body)
         arguments = (entry_id(self.entry), self.entry.body, str(self.stream), *after)
-        return pack((b"EVAL", TAKE_OVER, b"2", self.key, keys.names(shard), *arguments))
+        packed.append(pack((b"EVAL", TAKE_OVER, b"2", self.key, keys.names(shard), *arguments)))
 
     def judge(self, address: str, replies: Sequence[Reply], at: int, end: int) -> bool:
         """True when stored; False when another entry is last, which is then the outcome. Again or a JournalError."""
