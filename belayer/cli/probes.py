@@ -108,7 +108,8 @@ def probe_docker() -> Finding:
     detail = f"{version}, storage {driver}, data in {folder}"
     if "belayer" not in runtimes.split():
         path = default_home() / "runtime" / "runc"
-        remedy = f'add "runtimes": {{"belayer": {{"path": "{path}"}}}} to /etc/docker/daemon.json and send dockerd SIGHUP'
+        setting = f'"runtimes": {{"belayer": {{"path": "{path}"}}}}'
+        remedy = f"add {setting} to /etc/docker/daemon.json and send dockerd SIGHUP"
         return Finding(name, False, f"{detail}, without the runtime 'belayer': it restores no container", remedy)
     if driver != "overlay2":
         remedy = 'set "storage-driver": "overlay2" in the daemon\'s configuration, on a file system that it supports'

@@ -26,6 +26,7 @@ from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture
 from belayer.sandbox.manifest import IMAGES, LAYER, LAYER_INDEX, RUNNER_STATE, Manifest, boot_id, write_manifest
 from belayer.sandbox.mounts import external_mounts
+from belayer.sandbox.obstacles import obstacle
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
 from belayer.sandbox.quiet import mapped_inodes, noise
 from belayer.sandbox.tree import described, is_dying, outsiders
@@ -137,18 +138,20 @@ class Capture:
 
     def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path, deadline: float) -> float:
         """Let CRIU freeze and dump the processes, and settle the layer while it holds them; the frozen time."""
+        self._refuse_obstacles(freezer.processes(), held=False)
         with self._criu.worker(keep_open=[lock]) as worker:
             mapped = mapped_inodes(freezer.processes())
             layer.prepare()
             self._stop_if_cancelled()
             self._await_idle()
             mounts = external_mounts(self._incarnation.pid)
-            target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts)
+            target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts, self._watched())
             held = [self._incarnation.pid]  # until CRIU holds them, others come and go
 
             def when_held() -> None:
                 held[:] = freezer.processes()
                 self._verify(held)
+                self._refuse_obstacles(held, held=True)
                 self._stop_if_cancelled()
 
             def before_release() -> None:
@@ -166,6 +169,10 @@ class Capture:
                 )
             finally:
                 freezer.thaw()
+
+    def _watched(self) -> list[str]:
+        workdir = "/" if self._owner is None else self._owner.spec.workdir
+        return [*([] if workdir == "/" else [workdir]), "/tmp", "/var/log", "/home", "/root"]
 
     def _noise_among(self, held: list[int]) -> str:
         if self._runner.has_ipc_objects:
@@ -198,6 +205,11 @@ class Capture:
         if strangers:
             cause = "a process that `docker exec` started lives in it and would be lost; end it first"
             raise CheckpointRefusedError(self._incarnation.name, cause, described(strangers[0]))
+
+    def _refuse_obstacles(self, processes: list[int], held: bool) -> None:
+        found = obstacle(self._incarnation.pid, processes, held)
+        if found is not None:
+            raise CheckpointRefusedError(self._incarnation.name, found[1], described(found[0]))
 
     def _alive_freezer(self) -> Freezer:
         freezer = freezer_of(self._incarnation.pid)

@@ -30,7 +30,7 @@ REPLY_BYTES = 1 << 16
 LOOK_EVERY_S = 0.05
 LOG_FILE = "dump.log"
 CLONE_NEWNET = 0x40000000
-GHOST_LIMIT_BYTES = 64 << 20
+GHOST_LIMIT_BYTES = 2 << 30
 """Deleted files that a process still has open are kept in the images up to this size."""
 
 
@@ -47,6 +47,8 @@ class Target:
     freezer: Path
     external_mounts: Mapping[str, str]
     """Mount points in the container that are not part of the images, and their names there."""
+    watched: Sequence[str]
+    """Folders in the container where files that inotify watches may be."""
 
 
 class Criu:
@@ -163,6 +165,8 @@ class Worker:
             options.ext_unix_sk = True
             options.file_locks = True
             options.link_remap = True
+            options.force_irmap = True  # inotify: watched files are found by name
+            options.irmap_scan_paths.extend(target.watched)
             options.orphan_pts_master = True
             options.manage_cgroups = True
             options.manage_cgroups_mode = self._messages.SOFT
@@ -243,6 +247,7 @@ def errors_in(log: Path) -> str:
     """The first errors in a log of CRIU's, as the end of a sentence; empty when it has none."""
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+        lines = [line for line in lines if "RLIMIT_NOFILE" not in line]  # said wherever CAP_SYS_RESOURCE is missing
     except OSError:
         return ""
     return ": " + "; ".join(lines[:3]) if lines else ""

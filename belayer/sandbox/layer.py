@@ -31,6 +31,7 @@ from belayer.sandbox.scan import (
 )
 
 TICK_NS = 20_000_000
+LAYER_LIMIT_BYTES = 64 << 30
 
 
 class LayerCapture:
@@ -69,6 +70,11 @@ class LayerCapture:
         """Copy all that is there. What moves meanwhile is left to `settle`."""
         self._believed_ns = _believed_until()
         self._first = scan(self._source)
+        size_bytes = sum(found.st_blocks * 512 for found in self._first.values())
+        if size_bytes > LAYER_LIMIT_BYTES:
+            raise OSError(
+                f"the layer holds {size_bytes >> 30} GiB, more than the {LAYER_LIMIT_BYTES >> 30} that are kept"
+            )
         self._copy(self._first)
 
     def settle(self, mapped: Collection[int]) -> int:

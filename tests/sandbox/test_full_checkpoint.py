@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from belayer.errors import RestoreFailedError
-from belayer.sandbox.manifest import FILE_NAME, read_manifest
+from belayer.sandbox.manifest import FILE_NAME, boot_id, read_manifest
 from tests.sandbox.conftest import Bench
 
 pytestmark = pytest.mark.sandbox
@@ -170,3 +171,29 @@ async def test_a_bad_checkpoint_leaves_no_container(bench: Bench, damage: str) -
     assert failure.value.checkpoint == checkpoint
     assert await bench.host.incarnations() == before
     assert await live.sh("echo alive") == "alive\n"
+
+
+@pytest.mark.parametrize("part", ["layer", "images"])
+async def test_after_a_reboot_every_byte_is_checked(bench: Bench, part: str) -> None:
+    """What the machine's end may have left behind a published name is found before it is used."""
+    live = await bench.create()
+    await live.sh("echo precious > file; sleep 1000 &")
+    checkpoint = await live.checkpoint()
+    folder = bench.host.checkpoint_path(checkpoint)
+    manifest = (folder / FILE_NAME).read_text()
+    (folder / FILE_NAME).write_text(manifest.replace(boot_id(), "another boot"))
+    back = await bench.restore(checkpoint, 1)
+    assert await back.sh("cat file; pgrep -c sleep") == "precious\n1\n"
+    damaged = folder / "layer/testbed/file" if part == "layer" else sorted((folder / "images").glob("pages-*"))[0]
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    with pytest.raises(RestoreFailedError, match="damaged"):
+        await bench.restore(checkpoint, 1)
+
+
+async def test_what_a_dead_machine_left_half_made_is_removed(bench: Bench) -> None:
+    folder = bench.host.checkpoint_path("x").parent
+    for name in (".partial-gone-1234", ".removed-gone-1234"):
+        (folder / name / "layer").mkdir(parents=True)
+        os.utime(folder / name, (1, 1))
+    assert not any("gone" in name for name in await bench.host.checkpoints())
+    assert not any("gone" in path.name for path in folder.iterdir())

@@ -1,0 +1,69 @@
+"""What CRIU cannot dump, or would bring back wrongly, looked for before anything is frozen and again while it is.
+
+Each was tried with CRIU 4.2 on Linux 6.18; `docs/sandbox.md` lists what works.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+DUMPABLE = frozenset(("[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"))
+"""Kinds of anonymous inodes that come back as they were."""
+CAP_SYS_RESOURCE = 24
+_TICKS = re.compile(r"^ticks: (\d+)$", re.M)
+_INTERVAL = re.compile(r"^it_interval: \((\d+), (\d+)\)$", re.M)
+
+
+def obstacle(init: int, processes: Iterable[int], held: bool) -> tuple[int, str] | None:
+    """The first process (host pid) that cannot be captured, and why. `held`: CRIU traces them all now."""
+    try:
+        if any(Path(f"/proc/{init}/root/dev/mqueue").iterdir()):
+            return init, "it has POSIX message queues, whose contents CRIU does not dump"
+        namespace = Path(f"/proc/{init}/ns/user").readlink()
+    except OSError:
+        return None
+    limits_readable = _has_capability(CAP_SYS_RESOURCE)
+    for pid in processes:
+        try:
+            cause = _cause(pid, namespace, held, limits_readable)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if cause:
+            return pid, cause
+    return None
+
+
+def _cause(pid: int, namespace: Path, held: bool, limits_readable: bool) -> str:
+    process = Path(f"/proc/{pid}")
+    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+    if not held and int(status["TracerPid"]):
+        return "another process traces it (a debugger, strace)"
+    if not limits_readable and set(status["Uid"].split()) != {"0"}:
+        return "it is not root's, and this machine lacks CAP_SYS_RESOURCE, so that CRIU cannot read its limits"
+    if (process / "ns/user").readlink() != namespace:
+        return "it has a user namespace of its own"
+    for fd in (process / "fd").iterdir():
+        kind = str(fd.readlink())
+        if not kind.startswith("anon_inode:"):
+            continue
+        kind = kind.removeprefix("anon_inode:")
+        if kind not in DUMPABLE:
+            return f"it has {kind} open, which CRIU cannot dump"
+        if kind == "[timerfd]" and _has_ticked(process / "fdinfo" / fd.name):
+            return "a periodic timerfd of it has ticked and not been read; restored, it would never fire again"
+    return ""
+
+
+def _has_ticked(fdinfo: Path) -> bool:
+    text = fdinfo.read_text()
+    ticks, interval = _TICKS.search(text), _INTERVAL.search(text)
+    return ticks is not None and int(ticks[1]) > 0 and interval is not None and (interval[1], interval[2]) != ("0", "0")
+
+
+def _has_capability(number: int) -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> number & 1)
+    return False

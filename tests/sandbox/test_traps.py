@@ -1,0 +1,189 @@
+"""What processes may hold: it comes back as it was, or the checkpoint is refused before anything is frozen, by name."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from belayer.errors import CheckpointRefusedError
+from belayer.sandbox import obstacles
+from tests.sandbox.conftest import Bench, Live
+
+pytestmark = pytest.mark.sandbox
+
+COMMON = """
+import ctypes, fcntl, os, pty, select, signal, socket, struct, sys, threading, time
+asked = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: asked.set())
+libc = ctypes.CDLL(None, use_errno=True)
+name = os.path.abspath(sys.argv[1])
+def wait():
+    open(name + '.up', 'w').close()
+    while not asked.wait(0.01):
+        pass
+def say(value):
+    with open(name + '.new', 'w') as file:
+        file.write(str(value))
+    os.rename(name + '.new', name + '.out')
+"""
+LISTEN = "s = socket.socket(); s.bind(('127.0.0.1', {port})); s.listen()\n"
+CONNECT = "c = socket.create_connection(('127.0.0.1', {port})); a, _ = s.accept()\n"
+
+WORKS = {
+    "listening": (
+        LISTEN.format(port=8001) + "wait()\n" + CONNECT.format(port=8001) + "c.send(b'hi'); say(a.recv(9))",
+        "b'hi'",
+    ),
+    "established": (
+        LISTEN.format(port=8002)
+        + CONNECT.format(port=8002)
+        + "c.send(b'before '); wait(); c.send(b'after'); s = b''\nwhile len(s) < 12: s += a.recv(12)\nsay(s)",
+        "b'before after'",
+    ),
+    "udp": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 8003)); wait()\n"
+        "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 8003)); say(s.recv(9))",
+        "b'x'",
+    ),
+    "unix-sockets": (
+        "a, b = socket.socketpair(); a.send(b'q'); s = socket.socket(socket.AF_UNIX); s.bind('sock'); s.listen()\n"
+        "wait(); c = socket.socket(socket.AF_UNIX); c.connect('sock'); d, _ = s.accept(); c.send(b'z')\n"
+        "say(b.recv(1) + d.recv(1))",
+        "b'qz'",
+    ),
+    "inotify": (
+        "os.mkdir('watched'); fd = libc.inotify_init(); libc.inotify_add_watch(fd, b'watched', 0x100)\n"
+        "wait(); open('watched/new', 'w').close(); say(os.read(fd, 999)[16:19])",
+        "b'new'",
+    ),
+    "timerfd": (
+        "fd = libc.timerfd_create(1, 0); libc.timerfd_settime(fd, 0, struct.pack('qqqq', 999, 0, 999, 0), None)\n"
+        "wait(); now = struct.pack('qqqq', 0, 10**7, 0, 10**7); libc.timerfd_settime(fd, 0, now, None)\n"
+        "say([len(os.read(fd, 8)) for _ in range(3)])",
+        "[8, 8, 8]",
+    ),
+    "file-locks": (
+        "f = open('lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); wait()\n"
+        "try:\n    fcntl.flock(open('lock'), fcntl.LOCK_EX | fcntl.LOCK_NB); say('lost')\n"
+        "except BlockingIOError: say('held')",
+        "held",
+    ),
+    "large-deleted-file": (
+        "f = open('big', 'w+b'); f.write(b'd' * 80_000_000); f.flush(); os.unlink('big'); wait()\n"
+        "f.seek(0); say(f.read() == b'd' * 80_000_000)",
+        "True",
+    ),
+    "deleted-hard-link": (
+        "f = open('one', 'w+'); f.write('linked'); f.flush(); os.link('one', 'two'); os.unlink('one'); wait()\n"
+        "f.seek(0); say((f.read(), os.path.exists('one'), open('two').read()))",
+        "('linked', False, 'linked')",
+    ),
+    "deleted-folder": (
+        "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); wait()\n"
+        "say(os.readlink('/proc/self/cwd').endswith('gone (deleted)'))",
+        "True",
+    ),
+    "memory-file": (
+        "fd = os.memfd_create('m'); os.write(fd, b'mem'); wait(); os.lseek(fd, 0, 0); say(os.read(fd, 9))",
+        "b'mem'",
+    ),
+    "dev-shm": (
+        "f = open('/dev/shm/x', 'w+'); f.write('s' * 9999); f.flush(); wait(); f.seek(0); say(len(f.read()))",
+        "9999",
+    ),
+    "500-threads": (
+        "for _ in range(500): threading.Thread(target=time.sleep, args=(9999,), daemon=True).start()\n"
+        "wait(); say(threading.active_count())",
+        "501",
+    ),
+    "2000-files": (
+        "files = [open('/etc/passwd') for _ in range(2000)]; [f.read(3) for f in files]\n"
+        "wait(); say({f.tell() for f in files})",
+        "{3}",
+    ),
+    "terminal": ("main, child = pty.openpty(); os.write(child, b'tty'); wait(); say(os.read(main, 9))", "b'tty'"),
+    "polled-pipe": (
+        "r, w = os.pipe(); e = select.epoll(); e.register(r); wait(); os.write(w, b'x'); say(len(e.poll(9)))",
+        "1",
+    ),
+    "signal-descriptor": (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); mask = (ctypes.c_ulong * 16)(1 << 11)\n"
+        "fd = libc.signalfd(-1, mask, 0); wait(); os.kill(os.getpid(), signal.SIGUSR2); say(len(os.read(fd, 128)))",
+        "128",
+    ),
+    "zombie": (
+        "p = os.fork()\nif p == 0: os._exit(7)\nwait(); say(os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]))",
+        "7",
+    ),
+    "shared-mapping": (
+        "import mmap; f = open('mapped', 'w+b'); f.truncate(1 << 20)\n"
+        "m = mmap.mmap(f.fileno(), 1 << 20); m[:3] = b'abc'\n"
+        "wait(); say((m[:3], open('mapped', 'rb').read(3)))",
+        "(b'abc', b'abc')",
+    ),
+    "system-v-memory": ("i = libc.shmget(77, 4096, 0o1600); wait(); say(libc.shmget(77, 4096, 0) == i)", "True"),
+    "priority": ("os.nice(5); wait(); say(os.nice(0))", "5"),
+    "no-user-namespace": ("r = libc.unshare(0x10000000); wait(); say(r)", "-1"),
+}
+
+REFUSED = {
+    "io-uring": ("libc.syscall(425, 8, ctypes.create_string_buffer(256)); wait()", r"\[io_uring\] open"),
+    "ptrace": (
+        "p = os.fork()\nif p == 0: time.sleep(999)\nlibc.ptrace(16, p, 0, 0); wait()",
+        "another process traces it",
+    ),
+    "ticked-timerfd": (
+        "fd = libc.timerfd_create(1, 0); libc.timerfd_settime(fd, 0, struct.pack('qqqq', 0, 10**7, 0, 10**7), None)\n"
+        "select.select([fd], [], []); wait()",
+        "timerfd of it has ticked",
+    ),
+    "message-queue": (
+        "rt = ctypes.CDLL('librt.so.1'); rt.mq_open(b'/queue', 0o102, 0o600, None); wait(); rt.mq_unlink(b'/queue')",
+        "POSIX message queues",
+    ),
+}
+
+
+async def start(live: Live, name: str, script: str) -> None:
+    source = base64.b64encode((COMMON + script + "\n").encode()).decode()
+    await live.sh(f"echo {source} | base64 -d > {name}.py; python3 {name}.py {name} > {name}.log 2>&1 &")
+    await live.sh(f"for i in $(seq 900); do [ -e {name}.up ] && exit; sleep 0.02; done; cat {name}.log; exit 1")
+
+
+async def test_what_works(bench: Bench) -> None:
+    live = await bench.create()
+    for name, (script, _) in WORKS.items():
+        await start(live, name, script)
+    back = await live.kill_and_restore(await live.checkpoint())
+    await back.sh("pkill -USR1 -f '^python3 .*[.]py'")
+    for name in WORKS:
+        await back.sh(f"until [ -e {name}.out ]; do sleep 0.01; done; true", timeout_s=20.0)
+    said = {name: await back.sh(f"cat {name}.out") for name in WORKS}
+    assert said == {name: expected for name, (_, expected) in WORKS.items()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_is_refused(bench: Bench, name: str) -> None:
+    script, cause = REFUSED[name]
+    live = await bench.create()
+    await start(live, name, script)
+    checkpoint = bench.name()
+    with pytest.raises(CheckpointRefusedError, match=cause) as refusal:
+        await bench.host.checkpoint(live.incarnation, checkpoint, live.number)
+    assert refusal.value.process
+    assert checkpoint not in await bench.host.checkpoints()
+    await live.sh(f"pkill -USR1 -f '^python3 {name}'; pkill -KILL -f '^python3 {name}'; rm -f /dev/mqueue/queue")
+    await live.kill_and_restore(await live.checkpoint())
+
+
+async def test_processes_that_are_not_roots(bench: Bench) -> None:
+    live = await bench.create()
+    await start(live, "nobody", "os.chmod('.', 0o777); os.setgid(65534); os.setuid(65534); wait(); say(os.getuid())")
+    if obstacles._has_capability(obstacles.CAP_SYS_RESOURCE):
+        back = await live.kill_and_restore(await live.checkpoint())
+        await back.sh("pkill -USR1 -f '^python3'; until [ -e nobody.out ]; do sleep 0.01; done")
+        assert await back.sh("cat nobody.out") == "65534"
+    else:
+        with pytest.raises(CheckpointRefusedError, match="CAP_SYS_RESOURCE"):
+            await live.checkpoint()
