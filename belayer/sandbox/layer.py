@@ -89,7 +89,7 @@ class LayerCapture:
             moved = path.rpartition(b"/")[0] in renewed
             if moved or first is None or not self._is_unchanged(path, first, found):
                 redo[path] = found
-                if moved or first is None or first.st_ino != found.st_ino:
+                if moved or first is None or not _is_same_entry(first, found):
                     renewed.add(path)
         for path in self._first:
             if path not in self._last:
@@ -120,7 +120,7 @@ class LayerCapture:
 
     def _is_unchanged(self, path: bytes, first: os.stat_result, found: os.stat_result) -> bool:
         return (
-            first.st_ino == found.st_ino
+            _is_same_entry(first, found)
             and first.st_ctime_ns == found.st_ctime_ns < self._believed_ns
             and path not in self._missed
             and found.st_ino not in self._disbelieved
@@ -199,6 +199,11 @@ def fill(saved: Path, upper: Path) -> None:
         copy.prepare()
         copy.settle(())
         copy.finish_folders()
+
+
+def _is_same_entry(first: os.stat_result, found: os.stat_result) -> bool:
+    """Inode numbers are used again, also for another kind of entry."""
+    return first.st_ino == found.st_ino and stat.S_IFMT(first.st_mode) == stat.S_IFMT(found.st_mode)
 
 
 def _link(root: int, path: bytes, target: int, name: bytes) -> bool:
