@@ -120,15 +120,15 @@ def show(report: DemoReport, console: Console) -> None:
             console.print(f"[red]failed[/] {run.trajectory} {run.label}: ", end="")
             console.print(run.problem, highlight=False, markup=False)
         for planned in run.missed:
-            console.print(f"[red]missed[/] {run.trajectory} {run.label}: {planned.kind} found no instant to strike")
+            console.print(f"[yellow]missed[/] {run.trajectory} {run.label}: {planned.kind} found no instant to strike")
     for finding in report.findings:
         console.print("[red]audit[/] ", end="")
         console.print(finding, highlight=False, markup=False)
     console.print(_left_out())
     verdict = "[green]all equal[/]" if report.good else "[bold red]not all is well[/]"
     console.print(
-        f"{verdict}: {len(report.recoveries)} failures in {len(report.runs)} runs of {len(report.trajectories)} "
-        f"trajectories, {len(report.findings)} findings in {report.events} audited events, seed {report.seed}, "
+        f"{verdict}: {len(report.recoveries)} failures ({len(report.missed)} missed) in {len(report.runs)} runs of "
+        f"{len(report.trajectories)} trajectories, {len(report.findings)} findings in {report.events} audited events, seed {report.seed}, "
         f"{report.wall_s:.0f} s"
     )
     places = [

@@ -44,24 +44,28 @@ class ContainerState(NamedTuple):
     witness: WitnessState
 
 
-async def read_container(pid: int) -> ContainerState:
+Digests = dict[tuple[str, int, int, int], str]
+"""Contents that were read before, by path, inode, ctime in ns and size: most of a container is its image."""
+
+
+async def read_container(pid: int, known: Digests) -> ContainerState:
     """The state of the container whose process 1 is `pid` on this host. WitnessError when its witness is gone."""
     witness = await ask(pid)
-    files = await asyncio.to_thread(read_files, pid)
+    files = await asyncio.to_thread(read_files, pid, known)
     return ContainerState(files, process_tree(pid), witness)
 
 
-def read_files(pid: int) -> dict[str, FileState]:
+def read_files(pid: int, known: Digests) -> dict[str, FileState]:
     """The container's own files by path, and those in its shared memory; no other mount."""
     mounts = {line.split()[4] for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()}
-    return read_tree(Path(f"/proc/{pid}/root"), mounts)
+    return read_tree(Path(f"/proc/{pid}/root"), mounts, known)
 
 
-def read_tree(root: Path, mounts: set[str]) -> dict[str, FileState]:
+def read_tree(root: Path, mounts: set[str], known: Digests) -> dict[str, FileState]:
     """The files below `root` by path from there. Temporary names are masked; equal ones are numbered from (2) on."""
     found: dict[str, list[FileState]] = {}
     for start in ("/", _SHARED_MEMORY):
-        _walk(root, start, (mounts | {_SHARED_MEMORY}) - {start}, found)
+        _walk(root, start, (mounts | {_SHARED_MEMORY}) - {start}, known, found)
     return {
         path if number == 1 else f"{path} ({number})": state
         for path, states in found.items()
@@ -92,7 +96,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _walk(root: Path, folder: str, mounts: set[str], found: dict[str, list[FileState]]) -> None:
+def _walk(root: Path, folder: str, mounts: set[str], known: Digests, found: dict[str, list[FileState]]) -> None:
     try:
         entries = sorted(os.scandir(f"{root}{folder}"), key=lambda entry: entry.name)
     except FileNotFoundError:
@@ -102,12 +106,12 @@ def _walk(root: Path, folder: str, mounts: set[str], found: dict[str, list[FileS
         if path in mounts or is_left_out(path):
             continue
         try:
-            state = _state(entry.path)
+            state = _state(entry.path, path, known)
         except FileNotFoundError:
             continue
         found.setdefault(masked_path(path), []).append(state)
         if state.kind == "directory":
-            _walk(root, path, mounts, found)
+            _walk(root, path, mounts, known, found)
 
 
 _KINDS = {
@@ -121,13 +125,16 @@ _KINDS = {
 }
 
 
-def _state(path: str) -> FileState:
+def _state(path: str, shown: str, known: Digests) -> FileState:
     status = os.lstat(path)
     kind = _KINDS[stat.S_IFMT(status.st_mode)]
     content, size_bytes = "", 0
     match kind:
         case "file":
-            content, size_bytes = _digest(path), status.st_size
+            key = (shown, status.st_ino, status.st_ctime_ns, status.st_size)
+            if key not in known:
+                known[key] = _digest(path)
+            content, size_bytes = known[key], status.st_size
         case "link":
             content = str(Path(path).readlink())
         case "character device" | "block device":

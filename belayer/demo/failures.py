@@ -52,7 +52,9 @@ class Planned(NamedTuple):
 
 _LONGEST_DELAY_S = 0.02
 _LONG_ACTION_S = 0.2
-"""A shorter action is likely to be over before a kill hits it, and a short generation too; hence the choices below."""
+"""A shorter action is likely to be over before a kill hits it."""
+_LONG_GENERATION_TOKENS = 240
+"""In a shorter generation the container is hardly ever idle: the checkpoint of the action before goes on."""
 
 
 def parse_kinds(text: str) -> list[Kind]:
@@ -94,24 +96,30 @@ def plan_failures(seed: int, name: str, kinds: Sequence[Kind], profile: Profile)
 def _assigned(
     rng: random.Random, kinds: Sequence[Kind], parts: Sequence[range], profile: Profile
 ) -> Iterator[tuple[Kind, range]]:
-    """Each kind with a part of the trajectory: at random, but kills in an action where one is long enough to hit."""
+    """Each kind with a part of the trajectory, at random; kinds that need room choose first among parts with room."""
     left = list(parts)
-    for kind in sorted(kinds, key=lambda kind: kind is not Kind.ACTION):
+    for kind in sorted(kinds, key=lambda kind: kind not in (Kind.ACTION, Kind.IDLE)):
         fitting = left
-        if kind is Kind.ACTION:
-            longest_s = [max(profile.durations_s[number - 1] for number in part) for part in left]
-            enough_s = min(_LONG_ACTION_S, max(longest_s))
-            fitting = [part for part, one_s in zip(left, longest_s, strict=True) if one_s >= enough_s]
+        if kind in (Kind.ACTION, Kind.IDLE):
+            lengths, enough = _room(kind, profile)
+            longest = [max(lengths[number - 1] for number in part) for part in left]
+            fitting = [part for part, one in zip(left, longest, strict=True) if one >= min(enough, max(longest))]
         part = rng.choice(fitting)
         left.remove(part)
         yield kind, part
 
 
+def _room(kind: Kind, profile: Profile) -> tuple[Sequence[float], float]:
+    """What gives a strike of this kind room, turn by turn, and how much of it is enough."""
+    return (profile.durations_s, _LONG_ACTION_S) if kind is Kind.ACTION else (profile.tokens, _LONG_GENERATION_TOKENS)
+
+
 def _number(rng: random.Random, kind: Kind, part: range, profile: Profile) -> int:
     match kind:
-        case Kind.ACTION:
-            return max(part, key=lambda number: profile.durations_s[number - 1])
-        case Kind.ENGINE | Kind.IDLE | Kind.RECOVERY | Kind.REDIS:
+        case Kind.ACTION | Kind.IDLE:
+            lengths, _ = _room(kind, profile)
+            return max(part, key=lambda number: lengths[number - 1])
+        case Kind.ENGINE | Kind.RECOVERY | Kind.REDIS:
             longer = sorted(part, key=lambda number: -profile.tokens[number - 1])
             return rng.choice(longer[: max(1, len(longer) // 3)])
         case Kind.CHECKPOINT:

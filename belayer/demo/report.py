@@ -66,8 +66,8 @@ class DemoReport:
 
     @property
     def good(self) -> bool:
-        """Every run ended as the undisturbed one, every failure struck, and the audit found nothing."""
-        return all(run.equal for run in self.runs) and not self.missed and not self.findings
+        """Every run ended as the undisturbed one and the audit found nothing. Failures that missed are not wrong."""
+        return all(run.equal for run in self.runs) and not self.findings
 
     def as_json(self) -> dict[str, Any]:
         """One flat object; `details` names whatever is not good."""

@@ -21,7 +21,7 @@ from belayer.demo import packages, recording
 from belayer.demo.agent import Surroundings, roll_out
 from belayer.demo.chat import Chat
 from belayer.demo.compare import Difference, Outcome, check_witness, compare
-from belayer.demo.container_state import ContainerState, read_container
+from belayer.demo.container_state import ContainerState, Digests, read_container
 from belayer.demo.failures import Kind, Planned, Profile, plan_failures
 from belayer.demo.measures import cost_of, recovery_of
 from belayer.demo.report import DemoReport, RunReport
@@ -168,6 +168,7 @@ class _Demo:
         self._board = board
         self._slots = asyncio.Semaphore(options.parallel)
         self._redis = asyncio.Lock()
+        self._digests: Digests = {}
 
     async def undisturbed(self, subject: Subject) -> tuple[RunReport, Outcome | None]:
         """What the others are compared with; None when even that went wrong."""
@@ -198,7 +199,7 @@ class _Demo:
         collected: list[ContainerState] = []
 
         async def collect(incarnation: Incarnation, state: TrajectoryState) -> None:
-            collected.append(await read_container(incarnation.pid))
+            collected.append(await read_container(incarnation.pid, self._digests))
 
         async with self._slots, watching(stage.store, name) as view:
             started = time.monotonic()

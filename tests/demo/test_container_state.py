@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from belayer.demo.container_state import process_tree, read_tree
+from belayer.demo.container_state import Digests, process_tree, read_tree
 from tests.waiting import until
 
 
@@ -17,7 +17,8 @@ def test_files_are_read_with_all_but_their_times(tmp_path: Path) -> None:
     os.setxattr(tmp_path / "folder" / "text", "user.note", b"x")
     (tmp_path / "link").symlink_to("folder/text")
     os.mkfifo(tmp_path / "pipe", 0o600)
-    before = read_tree(tmp_path, set())
+    known: Digests = {}
+    before = read_tree(tmp_path, set(), known)
     assert {path: state.kind for path, state in before.items()} == {
         "/folder": "directory",
         "/folder/text": "file",
@@ -28,16 +29,17 @@ def test_files_are_read_with_all_but_their_times(tmp_path: Path) -> None:
     assert (text.mode, text.size_bytes, text.xattrs) == (0o640, 5, (("user.note", b"x"),))
     assert before["/link"].content == "folder/text"
     os.utime(tmp_path / "folder" / "text", (1, 1))
-    assert read_tree(tmp_path, set()) == before
+    assert read_tree(tmp_path, set(), known) == before
     (tmp_path / "folder" / "text").write_bytes(b"hullo")
-    assert read_tree(tmp_path, set())["/folder/text"].content != text.content
+    os.utime(tmp_path / "folder" / "text", (1, 1))
+    assert read_tree(tmp_path, set(), known)["/folder/text"].content != text.content, "an old digest was believed"
 
 
 def test_mounts_are_passed_over_but_shared_memory_is_not(tmp_path: Path) -> None:
     for folder in ("proc", "dev/shm", "own"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file").write_bytes(b"")
-    found = read_tree(tmp_path, {"/", "/proc", "/dev", "/dev/shm"})
+    found = read_tree(tmp_path, {"/", "/proc", "/dev", "/dev/shm"}, {})
     assert sorted(found) == ["/dev/shm/file", "/own", "/own/file"]
 
 
@@ -45,9 +47,9 @@ def test_temporary_names_compare_equal_and_none_is_lost(tmp_path: Path) -> None:
     for name, text in (("tmpaaaaaaaa", b"1"), ("tmpbbbbbbbb", b"2")):
         (tmp_path / "tmp" / name).mkdir(parents=True)
         (tmp_path / "tmp" / name / "x").write_bytes(text)
-    first = read_tree(tmp_path, set())
+    first = read_tree(tmp_path, set(), {})
     (tmp_path / "tmp" / "tmpaaaaaaaa").rename(tmp_path / "tmp" / "tmpcccccccc")
-    assert read_tree(tmp_path, set()) == first
+    assert read_tree(tmp_path, set(), {}) == first
     assert "/tmp/<temporary>/x" in first and "/tmp/<temporary>/x (2)" in first
 
 

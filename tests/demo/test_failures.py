@@ -37,11 +37,13 @@ def test_seeds_and_names_differ() -> None:
     assert len({tuple(plan) for plan in plans}) == len(plans)
 
 
-def test_an_action_is_killed_where_one_is_long_enough() -> None:
-    profile = Profile((100,) * 30, tuple(1.0 if number == 17 else 0.01 for number in range(1, 31)))
+def test_kinds_that_need_room_strike_where_there_is_some() -> None:
+    tokens = tuple(500 if number == 3 else 50 for number in range(1, 31))
+    profile = Profile(tokens, tuple(1.0 if number == 17 else 0.01 for number in range(1, 31)))
     for seed in range(20):
         plan = plan_failures(seed, "t", list(Kind), profile)
         assert [failure.number for failure in plan if failure.kind is Kind.ACTION] == [17]
+        assert [failure.number for failure in plan if failure.kind is Kind.IDLE] == [3]
 
 
 def test_kinds_are_given_by_number_or_by_name() -> None:
