@@ -128,8 +128,8 @@ def show(report: DemoReport, console: Console) -> None:
     verdict = "[green]all equal[/]" if report.good else "[bold red]not all is well[/]"
     console.print(
         f"{verdict}: {len(report.recoveries)} failures ({len(report.missed)} missed) in {len(report.runs)} runs of "
-        f"{len(report.trajectories)} trajectories, {len(report.findings)} findings in {report.events} audited events, seed {report.seed}, "
-        f"{report.wall_s:.0f} s"
+        f"{len(report.trajectories)} trajectories, {len(report.findings)} findings in {report.events} audited events, "
+        f"seed {report.seed}, {report.wall_s:.0f} s"
     )
     places = [
         ("journal", report.export),
