@@ -2,7 +2,7 @@
 
 64 streams are written through two stores, some by rivals that take each other's epochs; meanwhile connections break,
 replies are lost, the server is killed and started, stopped for a while, out of memory, demoted. BELAYER_TEST_FAULTS is
-how many faults there are (1,000 take two minutes), BELAYER_TEST_SEED which.
+how many faults there are (1,000 take minutes), BELAYER_TEST_SEED which.
 """
 
 from __future__ import annotations
