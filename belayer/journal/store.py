@@ -11,9 +11,9 @@ Invariants that every implementation keeps, checked by one contract suite:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
@@ -45,21 +45,24 @@ class Subscription(Protocol):
 
 
 class JournalStore(Protocol):
-    """Streams of entries. Methods raise JournalUnavailableError when the store does not answer within its deadline."""
+    """Streams of entries. All but `durability` and `subscribe` are awaited.
+
+    JournalUnavailableError when the store does not answer within its deadline.
+    """
 
     @property
     def durability(self) -> str:
         """The named mode: memory, everysec, fsync or replicated."""
         ...
 
-    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Coroutine[Any, Any, None]:
         """Store the entry right after `entry.expected_sequence`; with a tag, also put a notice on the control stream.
 
         FencedError: a higher epoch has the stream. WrongSequenceError: the stream is not at `entry.expected_sequence`.
         """
         ...
 
-    async def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Entry | None:
+    def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Coroutine[Any, Any, Entry | None]:
         """Store `entry` (an EpochStarted of the next epoch) if `after` is still the stream's last entry.
 
         Returns None when done, else the entry that is the last one now; the caller builds its entry anew on that.
@@ -67,23 +70,23 @@ class JournalStore(Protocol):
         """
         ...
 
-    async def last(self, stream: StreamId) -> Entry | None:
+    def last(self, stream: StreamId) -> Coroutine[Any, Any, Entry | None]:
         """The stream's last entry, or None for an empty stream."""
         ...
 
-    async def read(self, stream: StreamId, after_sequence: int = 0, limit: int = 1000) -> list[Entry]:
+    def read(self, stream: StreamId, after_sequence: int = 0, limit: int = 1000) -> Coroutine[Any, Any, list[Entry]]:
         """Up to `limit` entries that end after `after_sequence`, oldest first."""
         ...
 
-    async def wait(self, stream: StreamId, after_sequence: int, timeout_s: float) -> bool:
+    def wait(self, stream: StreamId, after_sequence: int, timeout_s: float) -> Coroutine[Any, Any, bool]:
         """True as soon as the stream is longer than `after_sequence`; False when it was not within the time."""
         ...
 
-    async def streams(self, kind: StreamKind | None = None) -> Sequence[StreamId]:
+    def streams(self, kind: StreamKind | None = None) -> Coroutine[Any, Any, Sequence[StreamId]]:
         """All streams that exist, sorted; of one kind when given."""
         ...
 
-    async def remove(self, stream: StreamId) -> None:
+    def remove(self, stream: StreamId) -> Coroutine[Any, Any, None]:
         """Remove the stream and its name. For the owner of a finished run, after archiving; nobody else."""
         ...
 
@@ -93,6 +96,6 @@ class JournalStore(Protocol):
         """Join the consumer group. Notices from before the group existed are delivered too."""
         ...
 
-    async def close(self) -> None:
+    def close(self) -> Coroutine[Any, Any, None]:
         """Let go of the connection. Acknowledged appends are safe; waiting ones fail."""
         ...
