@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from belayer.demo.left_out import everything
-from belayer.demo.measures import Recovery
 from belayer.demo.report import DemoReport, RunReport
 from belayer.demo.view import View
 
@@ -159,10 +158,7 @@ def _runs(report: DemoReport) -> Table:
 
 def _recoveries(report: DemoReport) -> Table:
     table = Table("failure", "count", "detected", "recovered", "resumed (median)", "resumed (worst)")
-    by_kind: dict[str, list[Recovery]] = {}
-    for recovery in report.recoveries:
-        by_kind.setdefault(recovery.kind, []).append(recovery)
-    for kind, recoveries in sorted(by_kind.items()):
+    for kind, recoveries in sorted(report.by_kind.items()):
         table.add_row(
             kind,
             str(len(recoveries)),

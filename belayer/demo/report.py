@@ -56,6 +56,13 @@ class DemoReport:
         return [recovery for run in self.runs for recovery in run.recoveries]
 
     @property
+    def by_kind(self) -> dict[str, list[Recovery]]:
+        found: dict[str, list[Recovery]] = {}
+        for recovery in self.recoveries:
+            found.setdefault(recovery.kind, []).append(recovery)
+        return found
+
+    @property
     def recovery_s(self) -> list[float]:
         """From kill to resumption, of every failure, sorted."""
         return sorted(recovery.resumed_s for recovery in self.recoveries if recovery.resumed_s is not None)
@@ -87,6 +94,7 @@ class DemoReport:
             "equal": all(run.equal for run in self.runs),
             "recovery_p50_s": round(statistics.median(waits_s), 3) if waits_s else None,
             "recovery_worst_s": round(waits_s[-1], 3) if waits_s else None,
+            "recovery_by_kind": {kind: _by_phase(found) for kind, found in sorted(self.by_kind.items())},
             "tokens_again": sum(run.cost.tokens_again for run in self.runs),
             "actions_again": sum(run.cost.actions_again for run in self.runs),
             "findings": len(self.findings),
@@ -97,3 +105,13 @@ class DemoReport:
             "timelines": [str(page) for page in self.timelines],
             "details": [*details, *self.findings],
         }
+
+
+def _by_phase(recoveries: Sequence[Recovery]) -> dict[str, float | int | None]:
+    """Medians of the phases, and the worst of the whole; null where a phase does not apply."""
+    phases: dict[str, float | int | None] = {"count": len(recoveries)}
+    for phase in ("detected_s", "recovered_s", "resumed_s"):
+        known = [value for recovery in recoveries if (value := getattr(recovery, phase)) is not None]
+        phases[phase] = round(statistics.median(known), 3) if known else None
+        phases["worst_s"] = round(max(known), 3) if known else None
+    return phases

@@ -120,8 +120,8 @@ async def run_demo(options: Options, board: Board) -> DemoReport:
     """Run it all. BelayerError when the demo cannot be run; a run that goes wrong is in the report instead."""
     started = time.monotonic()
     subjects = read_subjects(options)
-    subjects = [await _with_image(subject, board) for subject in subjects]
     async with open_stage(tokens_per_s=options.tokens_per_s, keep=options.keep) as stage:
+        subjects = [await _with_image(subject, board) for subject in subjects]
         for subject in subjects:
             subject.chat.write_token_recording(stage.recordings)
         board.step("starting actors and engines")
@@ -178,8 +178,12 @@ class _Demo:
     async def disturbed(self, subject: Subject, undisturbed: Outcome, number: int) -> RunReport:
         """A run with failures, compared with the undisturbed one."""
         name = f"{subject.name}/{number}"
-        plan = plan_failures(self._options.seed, name, self._options.kinds, profile_of(undisturbed.trajectory))
-        report, _ = await self._run(subject, f"failures {number}", plan, undisturbed)
+        label = f"failures {number}"
+        try:
+            plan = plan_failures(self._options.seed, name, self._options.kinds, profile_of(undisturbed.trajectory))
+        except InputError as error:
+            return RunReport(subject.name, label, 0.0, 0, problem=str(error))
+        report, _ = await self._run(subject, label, plan, undisturbed)
         return report
 
     async def _run(

@@ -87,6 +87,8 @@ def test_a_good_demo_says_so_in_json() -> None:
     said = report.as_json()
     assert (said["trajectories"], said["failures"], said["equal"], said["findings"]) == (1, 3, True, 0)
     assert (said["recovery_p50_s"], said["recovery_worst_s"]) == (1.0, 4.0)
+    phases = {"count": 3, "detected_s": 0.1, "recovered_s": 0.2, "resumed_s": 1.0, "worst_s": 4.0}
+    assert said["recovery_by_kind"] == {"container-idle": phases}
     assert (said["tokens_again"], said["actions_again"], said["details"]) == (11, 2, [])
 
 
