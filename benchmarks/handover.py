@@ -6,10 +6,10 @@ Stages, each with its own deadline and each recorded as soon as it ends, whateve
 
     arena    the arena's contract tests, on this device, beside the other stages
     engine   SGLang with memory server, arena and ledger: start, throughput, an undisturbed reference run
-    early    SIGKILL of the scheduler at varying instants; the shadow adopts the KV cache and does not wait for the
-             dead process to be torn down
-    kills    the same, but it waits
-    refill   the same as kills without adoption: everything is computed again
+    kills    SIGKILL of the scheduler at varying instants; the shadow takes over, in one of three modes:
+             early   it adopts the KV cache and does not wait for the dead process to be torn down
+             late    it adopts the KV cache once the dead process is gone
+             refill  it computes everything again, once the dead process is gone
     plain    SGLang without Belayer: cold start, throughput
 
 The last line is one JSON object; DIR/handover.json has every kill with its phases, DIR/engines.log the engines' logs.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import platform
@@ -31,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,21 @@ from benchmarks.sglang_shapes import SHAPES, write_model, write_plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 _LOG_HEAD_BYTES, _LOG_TAIL_BYTES = 200_000, 400_000
-STAGES = ("arena", "engine", "early", "kills", "refill", "plain")
+STAGES = ("arena", "engine", "kills", "plain")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a shadow takes over."""
+
+    name: str
+    adopt: bool
+    early: bool
+
+
+MODES = {
+    mode.name: mode for mode in (Mode("early", True, True), Mode("late", True, False), Mode("refill", False, False))
+}
 
 
 class Bench:
@@ -62,6 +76,7 @@ class Bench:
         self.main: EngineProcess | None = None
         self.reference: list[list[int]] = []
         self.engines = 0
+        self.first_wave: asyncio.Task[list[EngineProcess | BaseException]] | None = None
 
     @property
     def left_s(self) -> float:
@@ -110,6 +125,7 @@ class Bench:
             start_timeout_s=options.start_timeout_s,
             warm_prompts=(4, 64, min(options.context, 2048)),
             warm_batch=options.streams,
+            silence_s=40.0,
         )
 
     # --- parts of stages ----------------------------------------------------------------------------------------
@@ -151,9 +167,10 @@ class Bench:
             if ready.readline() != b"ready\n":
                 raise RuntimeError("the memory server did not start; see memory.log")
 
-    async def shadow(self) -> EngineProcess:
-        self.engines += 1
-        return await self.host.start(f"shadow{self.engines}", "shadow")
+    async def shadows(self, count: int) -> list[EngineProcess | BaseException]:
+        names = [f"shadow{self.engines + number}" for number in range(1, count + 1)]
+        self.engines += count
+        return await asyncio.gather(*(self.host.start(name, "shadow") for name in names), return_exceptions=True)
 
     # --- stages -------------------------------------------------------------------------------------------------
 
@@ -171,6 +188,9 @@ class Bench:
         return {"exit_status": process.returncode, "said": said.decode(errors="replace")[-6000:]}
 
     async def plain(self) -> dict[str, Any]:
+        if self.main is not None:
+            await self.host.kill(self.main)
+        await self.close()  # its arena and a plain engine's cache may not fit beside each other
         host = self._host(None)
         began_s = time.monotonic()
         engine = await host.start("plain", "main")
@@ -185,50 +205,68 @@ class Bench:
         began_s = time.monotonic()
         self.main = await self.host.start("main", "main")
         found: dict[str, Any] = {"start_s": round(time.monotonic() - began_s, 2)}
+        if self.options.overlap:
+            self.first_wave = asyncio.create_task(self.shadows(self.options.wave))
         first = await self.throughput(self.main, "engine")
         again = await self.throughput(self.main, "engine")
-        self.reference = first["token_ids"]
+        self.reference = again["token_ids"]
         found |= _without_tokens(first) | {"again": _without_tokens(again)}
         found["undisturbed_equal"] = _agreement(first["token_ids"], again["token_ids"])
         found["gpu"] = _gpu_processes()
         return found
 
-    async def kills(self, label: str, count: int, *, adopt: bool, early: bool) -> dict[str, Any]:
-        """Kill `count` mains, each replaced by a shadow that was started beforehand, several at a time."""
-        found: dict[str, Any] = {"kills": []}
-        self.results["stages"][label] = found
-        self.host.adopt, self.host.early = adopt, early
+    async def kills(self) -> dict[str, Any]:
+        """Kill main after main, each replaced by a shadow that was started beforehand, many shadows at a time."""
+        options, stages = self.options, self.results["stages"]
+        plan = [MODES["early"]] * options.kills + [MODES["late"]] * options.late_kills
+        plan += [MODES["refill"]] * options.refills
+        found: dict[str, Any] = {"waves": [], "failed_starts": [], "failed_kills": []}
+        stages["kills"] = found
         chosen = random.Random(23)
-        while len(found["kills"]) < count:
-            wave = min(self.options.wave, count - len(found["kills"]))
+        while plan and len(found["failed_kills"]) < 3:
             began_s = time.monotonic()
-            started = await asyncio.gather(*(self.shadow() for _ in range(wave)), return_exceptions=True)
+            wave, self.first_wave = self.first_wave, None
+            started = await (wave or self.shadows(min(len(plan), options.wave)))
             shadows = [shadow for shadow in started if isinstance(shadow, EngineProcess)]
-            found.setdefault("failed_starts", []).extend(str(s)[-600:] for s in started if s not in shadows)
+            found["failed_starts"] += [str(error)[-800:] for error in started if error not in shadows]
             if not shadows:
                 raise RuntimeError("no shadow could be started")
-            found.setdefault("waves", []).append({"shadows": len(shadows), "s": round(time.monotonic() - began_s, 2)})
-            found["gpu"] = _gpu_processes()
-            found["shadow_gpu_gb"] = _gpu_gb(found["gpu"], await self.host.status(), shadows)
-            found["arm"] = [self.host.facts[shadow.incarnation] for shadow in shadows]
-            for shadow in shadows:
-                found["kills"].append(await self._kill(shadow, chosen))
-                found |= _summary(found["kills"])
+            gpu = _gpu_processes()
+            found["waves"].append({"shadows": len(shadows), "s": round(time.monotonic() - began_s, 2), "gpu": gpu})
+            found["shadow_gpu_gb"] = _gpu_gb(gpu, await self.host.status(), shadows)
+            found["arm"] = [self.host.facts[shadow.incarnation] for shadow in shadows][:3]
+            self.save()
+            for shadow in shadows[: len(plan)]:
+                mode = plan.pop(0)
+                try:
+                    async with asyncio.timeout(60):
+                        kill = await self._kill(shadow, mode, chosen)
+                except Exception as error:  # noqa: BLE001  one kill that went wrong must not lose the others
+                    found["failed_kills"].append(
+                        {"mode": mode.name, "error": f"{type(error).__name__}: {error}"[-900:]}
+                    )
+                    self.save()
+                    continue
+                of_mode = stages.setdefault(mode.name, {"kills": []})
+                of_mode["kills"].append(kill)
+                of_mode |= _summary(of_mode["kills"])
                 self.save()
         return found
 
-    async def _kill(self, shadow: EngineProcess, chosen: random.Random) -> dict[str, Any]:
+    async def _kill(self, shadow: EngineProcess, mode: Mode, chosen: random.Random) -> dict[str, Any]:
         assert self.main is not None
+        self.host.adopt, self.host.early = mode.adopt, mode.early
         tokens = self.options.tokens
         old, new = self.host.connect(self.main), self.host.connect(shadow)
         run = self.streams("kill", old, self.options.streams, tokens)
         running = asyncio.create_task(run.run())
         await run.wait_tokens(chosen.randrange(tokens // 8, tokens // 2))
+        previous, self.main = self.main, shadow
         status = await self.host.status()
         scheduler = next(engine.pid for engine in status.engines if engine.holds_arena)
         seen: dict[str, float] = {}
         dying, dead = asyncio.Event(), asyncio.Event()
-        watching = asyncio.create_task(self._watch(self.main.incarnation, seen, dying, dead))
+        watching = asyncio.create_task(self._watch(previous.incarnation, seen, dying, dead))
         await asyncio.sleep(0.1)
         before = sum(len(stream.token_ids) for stream in run.streams)
         killed_s = time.monotonic()
@@ -242,8 +280,7 @@ class Bench:
         watching.cancel()
         await old.close()
         await new.close()
-        await self.host.kill(self.main)
-        self.main = shadow
+        await self.host.kill(previous)
         waits = sorted(stream.resumed_s[0] - killed_s for stream in run.streams if stream.resumed_s)
         return {
             "waits_s": [round(wait, 4) for wait in waits],
@@ -357,15 +394,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(options, Path(folder))
         try:
             beside = asyncio.create_task(bench.stage("arena", bench.arena, 150)) if "arena" in stages else None
-            if await bench.stage("engine", bench.engine, 240):
-                for name, count, adopt, early in (
-                    ("early", options.kills, True, True),
-                    ("kills", options.late_kills, True, False),
-                    ("refill", options.refills, False, False),
-                ):
-                    if name in stages and count and bench.left_s > 40:
-                        work = functools.partial(bench.kills, name, count, adopt=adopt, early=early)
-                        await bench.stage(name, work, bench.left_s - (100 if "plain" in stages else 0))
+            if await bench.stage("engine", bench.engine, 240) and "kills" in stages:
+                await bench.stage("kills", bench.kills, bench.left_s - (90 if "plain" in stages else 0))
             if beside is not None:
                 await beside
             if "plain" in stages and bench.left_s > 60:
@@ -381,11 +411,11 @@ def _headline(stages: dict[str, Any]) -> dict[str, Any]:
     """The figures of the last line, from whatever stages there are."""
     plain, engine, early = (stages.get(name, {}) for name in ("plain", "engine", "early"))
     headline: dict[str, Any] = {
-        "shadow_gpu_gb": early.get("shadow_gpu_gb"),
+        "shadow_gpu_gb": stages.get("kills", {}).get("shadow_gpu_gb"),
         "kill_to_token_p50_s": early.get("kill_to_token_p50_s"),
         "kill_to_token_p99_s": early.get("kill_to_token_p99_s"),
         "kill_to_token_worst_s": early.get("kill_to_token_worst_s"),
-        "late_p50_s": stages.get("kills", {}).get("kill_to_token_p50_s"),
+        "late_p50_s": stages.get("late", {}).get("kill_to_token_p50_s"),
         "refill_p50_s": stages.get("refill", {}).get("kill_to_token_p50_s"),
         "cold_start_s": plain.get("cold_start_s"),
         "equal": early.get("equal_streams") == early.get("all_streams") if early.get("all_streams") else None,
@@ -408,7 +438,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--late-kills", type=int, default=4)
     parser.add_argument("--refills", type=int, default=2)
-    parser.add_argument("--wave", type=int, default=6, help="shadows that are started together")
+    parser.add_argument("--wave", type=int, default=12, help="shadows that are started together")
+    parser.add_argument("--overlap", action="store_true", help="start shadows during the throughput runs: saves time")
     parser.add_argument("--budget-s", type=float, default=560.0, help="the whole run ends within it")
     parser.add_argument("--hang-s", type=float, default=20.0, help="silence after which a scheduler counts as hung")
     parser.add_argument("--start-timeout-s", type=float, default=240.0)
