@@ -28,6 +28,7 @@ from belayer.demo.chat import Chat
 from belayer.demo.waiting import RETRY_S, wait_until
 from belayer.demo.witness import watched
 from belayer.errors import (
+    BelayerError,
     EngineFailedError,
     FencedError,
     JournalUnavailableError,
@@ -241,7 +242,15 @@ class _Attempt:
         )
 
     async def _end(self, trajectory: Trajectory, sandbox: Sandbox, reason: str) -> None:
-        await self._collect(sandbox.incarnation, trajectory.state)
+        problem: Exception | None = None
+        try:
+            await self._collect(sandbox.incarnation, trajectory.state)
+        except (BelayerError, OSError) as error:
+            problem = error
+        if not await self._around.sandboxes.is_alive(sandbox.incarnation):
+            raise SandboxFailedError(sandbox.incarnation.name, "it died while its final state was read")
+        if problem is not None:
+            raise problem
         await trajectory.finish(reason)
 
 

@@ -304,7 +304,7 @@ async def _audit(stage: Stage, folder: Path) -> tuple[Path, list[str], int]:
 def _write_timelines(export: Path, run: str, runs: Sequence[RunReport]) -> list[Path]:
     """A page for each run with failures, beside the export."""
     pages: list[Path] = []
-    for report in runs:
+    for report in (report for report in runs if report.turns):
         page = export.with_name(f"{report.trajectory}.{_word(report.label)}.html")
         write_page(from_file(export, _journal_name(report.trajectory, run, report.label)), page)
         pages.append(page)

@@ -21,6 +21,7 @@ from belayer.client import Trajectory
 from belayer.demo.agent import Surroundings, roll_out
 from belayer.demo.chat import Chat
 from belayer.demo.recording import Message, Recording, Turn
+from belayer.demo.witness import WitnessError
 from belayer.gpu.recorded_host import RecordedEngineHost
 from belayer.journal.events import ActionStarted, SandboxSpec, TokensAppended
 from belayer.journal.memory_store import MemoryStore
@@ -58,12 +59,16 @@ class World:
         self.workers = WorkerRecovery(self.store, self.engines, host_name(), "test")
         self.around = Surroundings(self.store, self.sandboxes, self.engines, "w", "run", recovery_s=20)
         self.collected: list[Incarnation] = []
+        self.dies_at_the_end = False
 
     async def roll_out(self) -> TrajectoryState:
         return await roll_out(self.around, RECORDING.name, self.chat, SPEC, self._collect)
 
     async def _collect(self, incarnation: Incarnation, state: TrajectoryState) -> None:
         self.collected.append(incarnation)
+        if self.dies_at_the_end and len(self.collected) == 1:
+            self.sandboxes.containers[incarnation.name].alive = False
+            raise WitnessError("gone")
 
     async def reached(self, reached: Callable[[TrajectoryState], bool]) -> TrajectoryState:
         """The trajectory's state as soon as the journal says so."""
@@ -121,6 +126,14 @@ async def test_a_rollout_says_and_does_what_was_recorded(tmp_path: Path) -> None
         commands = [step.started.command for step in state.steps]
         assert commands == ["ls -la", "cat tests.py", ":", "sed -i s/a/b/ code.py", "python -m pytest"]
         assert len(here.collected) == 1 and not state.rewinds
+
+
+async def test_a_container_that_dies_while_its_final_state_is_read_comes_back(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        here.dies_at_the_end = True
+        state = await asyncio.wait_for(here.roll_out(), 30)
+        assert state.phase == "finished"
+        assert len({incarnation.name for incarnation in here.collected}) == 2
 
 
 async def _kill_engine(here: World) -> None:
