@@ -84,6 +84,9 @@ OTHER: tuple[LeftOut, ...] = (
     LeftOut("times of files", "they say when the run was; CRIU and the layer's copy keep them, but two runs differ"),
     LeftOut("sizes of directories", "a file system's directories grow and do not shrink; contents are compared"),
     LeftOut("mounts other than /dev/shm", "they are Docker's (/proc, /sys, /etc/hosts) or Belayer's control folder"),
+    LeftOut(
+        "Python's hash randomness", "containers have PYTHONHASHSEED=0: else a set prints differently in each process"
+    ),
     LeftOut("durations in the journal", "how long an action took depends on the machine's load"),
     LeftOut("digests of raw outputs in the journal", "the outputs themselves are compared, as the model saw them"),
 )

@@ -17,29 +17,22 @@ from pathlib import Path
 from typing import Protocol
 
 from belayer import ids
-from belayer.demo import packages, recording
 from belayer.demo.agent import Surroundings, roll_out
-from belayer.demo.chat import Chat
 from belayer.demo.compare import Difference, Outcome, check_witness, compare
 from belayer.demo.container_state import ContainerState, Digests, read_container
 from belayer.demo.failures import Kind, Planned, Profile, plan_failures
 from belayer.demo.measures import cost_of, recovery_of
 from belayer.demo.report import DemoReport, RunReport
+from belayer.demo.results import audit_run, journal_name, write_timelines
 from belayer.demo.stage import WORKER, Stage, begin, finish, open_stage
 from belayer.demo.strikes import Striker
-from belayer.demo.testbed import build_testbed
+from belayer.demo.subjects import Subject, read_subjects, with_image
 from belayer.demo.view import View, watching
-from belayer.demo.witness import SETUP
 from belayer.errors import BelayerError, InputError
 from belayer.journal.codec import Recorded
-from belayer.journal.events import SandboxSpec
-from belayer.journal.export import export_streams, read_export
 from belayer.journal.writer import Reader
 from belayer.projections.trajectory import Generation, TrajectoryState
 from belayer.sandbox.protocol import Incarnation
-from replay.audit import audit
-from replay.timeline.page import write_page
-from replay.timeline.source import from_file
 
 UNDISTURBED = "undisturbed"
 _CHUNK_TOKENS = 16
@@ -82,46 +75,12 @@ class Board(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A trajectory to run."""
-
-    chat: Chat
-    package: packages.Package
-    spec: SandboxSpec
-
-    @property
-    def name(self) -> str:
-        return self.chat.recording.name
-
-
-def read_subjects(options: Options) -> list[Subject]:
-    """The trajectories, longest first, without their images. InputError for whatever cannot be run."""
-    subjects: list[Subject] = []
-    prompts: dict[tuple[int, ...], str] = {}
-    for path in recording.find(options.trajectories):
-        chat, package = Chat(recording.read(path)), packages.package_of(path)
-        name = ids.checked_name(chat.recording.name)
-        prompt = tuple(chat.prompt())
-        if prompt in prompts:
-            raise InputError(f"{path} has the same prompt as {prompts[prompt]}; the engine could not tell them apart")
-        prompts[prompt] = name
-        if len(chat.recording.turns) <= len(options.kinds):
-            raise InputError(
-                f"{path} has {len(chat.recording.turns)} turns, too few for {len(options.kinds)} failures a run; "
-                "choose fewer with --failures"
-            )
-        environment = {**chat.recording.environment, "PYTHONHASHSEED": "0"}
-        subjects.append(Subject(chat, package, SandboxSpec("", chat.recording.workdir, environment, SETUP)))
-    return sorted(subjects, key=lambda subject: -sum(map(len, subject.chat.token_recording().turns)))
-
-
 async def run_demo(options: Options, board: Board) -> DemoReport:
     """Run it all. BelayerError when the demo cannot be run; a run that goes wrong is in the report instead."""
     started = time.monotonic()
-    subjects = read_subjects(options)
+    subjects = read_subjects(options.trajectories, len(options.kinds))
     async with open_stage(tokens_per_s=options.tokens_per_s, keep=options.keep) as stage:
-        subjects = [await _with_image(subject, board) for subject in subjects]
+        subjects = [await with_image(subject, board.step) for subject in subjects]
         for subject in subjects:
             subject.chat.write_token_recording(stage.recordings)
         board.step("starting actors and engines")
@@ -143,8 +102,8 @@ async def run_demo(options: Options, board: Board) -> DemoReport:
         left = await _left_behind(stage)
         folder = options.results / stage.run
         folder.mkdir(parents=True, exist_ok=True)
-        export, findings, events = await _audit(stage, folder)
-        timelines = await asyncio.to_thread(_write_timelines, export, stage.run, disturbed)
+        export, findings, events = await audit_run(stage, folder)
+        timelines = await asyncio.to_thread(write_timelines, export, stage.run, disturbed)
         findings += [f"the actors did not remove container {name}" for name in left]
     return DemoReport(
         seed=options.seed,
@@ -199,7 +158,7 @@ class _Demo:
             chunk_tokens=_CHUNK_TOKENS,
             chunk_s=_CHUNK_S,
         )
-        name = _journal_name(subject.name, stage.run, label)
+        name = journal_name(subject.name, stage.run, label)
         collected: list[ContainerState] = []
 
         async def collect(incarnation: Incarnation, state: TrajectoryState) -> None:
@@ -272,14 +231,6 @@ def profile_of(undisturbed: TrajectoryState) -> Profile:
     return Profile(tokens, tuple(step.committed.duration_s for step in undisturbed.steps))
 
 
-async def _with_image(subject: Subject, board: Board) -> Subject:
-    package, version = subject.package
-    board.step(f"testbed of {package} {version}")
-    image = await asyncio.to_thread(build_testbed, package, version, say=board.step)
-    spec = subject.spec
-    return Subject(subject.chat, subject.package, SandboxSpec(image, spec.workdir, spec.environment, spec.setup))
-
-
 async def _left_behind(stage: Stage) -> list[str]:
     """Containers of the run that the actors have not removed in time; they are removed when the stage closes."""
     deadline = time.monotonic() + _REMOVED_S
@@ -287,34 +238,3 @@ async def _left_behind(stage: Stage) -> list[str]:
     while (left := await stage.sandboxes.incarnations(stage.run)) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_EVERY_S)
     return left
-
-
-async def _audit(stage: Stage, folder: Path) -> tuple[Path, list[str], int]:
-    """Export the journal and audit the export, as someone would who got only the file."""
-    path = folder / "journal.belayer"
-    await export_streams(stage.store, await stage.store.streams(), path)
-    report = await asyncio.to_thread(lambda: audit(read_export(path)))
-    return (
-        path,
-        [f"{one.stream} at {one.sequence}: {one.check}: {one.message}" for one in report.findings],
-        report.events,
-    )
-
-
-def _write_timelines(export: Path, run: str, runs: Sequence[RunReport]) -> list[Path]:
-    """A page for each run with failures, beside the export."""
-    pages: list[Path] = []
-    for report in (report for report in runs if report.turns):
-        page = export.with_name(f"{report.trajectory}.{_word(report.label)}.html")
-        write_page(from_file(export, _journal_name(report.trajectory, run, report.label)), page)
-        pages.append(page)
-    return pages
-
-
-def _journal_name(trajectory: str, run: str, label: str) -> str:
-    """What a run of a trajectory is called in the journal and in Docker: no two demos share a name."""
-    return f"{trajectory}.{run}.{_word(label)}"
-
-
-def _word(label: str) -> str:
-    return label.replace(" ", "-")
