@@ -68,7 +68,11 @@ class Bench:
         self.work = work
         self.out: Path = options.out
         self.began_s = time.monotonic()
-        self.results: dict[str, Any] = {"options": _plain(vars(options)), "machine": _machine(), "stages": {}}
+        self.results: dict[str, Any] = {
+            "options": _plain({name: value for name, value in vars(options).items() if name != "out"}),
+            "machine": _machine(),
+            "stages": {},
+        }
         self.logs = work / "logs"
         self.socket = work / "memory.sock"
         self.memory: subprocess.Popen[bytes] | None = None
