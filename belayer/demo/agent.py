@@ -51,6 +51,8 @@ from belayer.sandbox.protocol import Action, Incarnation, Sandbox, SandboxHost
 
 BY = "rollout"
 _SAMPLING = Sampling(max_new_tokens=1 << 16, stop_token_ids=(END,))
+_TIMEOUT_FACTOR = 4.0
+"""Recorded time-outs were set for larger machines. Here one would strike by load alone, and runs would differ by it."""
 
 Collect = Callable[[Incarnation, TrajectoryState], Awaitable[None]]
 """Looks at the container once more after the last action, before it is removed."""
@@ -224,7 +226,7 @@ class _Attempt:
     async def _act(self, trajectory: Trajectory, sandbox: Sandbox, commands: list[str], index: int) -> None:
         """Run the turn's next command. A turn without one does nothing: so its reply is at a boundary as well."""
         command = commands[index] if commands else ":"
-        timeout_s = self._chat.recording.timeout_s
+        timeout_s = self._chat.recording.timeout_s * _TIMEOUT_FACTOR
         number = await trajectory.start_action(command, timeout_s, sandbox.incarnation.name)
         seen = await sandbox.run(Action(number, watched(number, command), timeout_s))
         observation = self._chat.no_command()
