@@ -144,17 +144,20 @@ class ArenaDesk:
 
     def _rang(self, epoch: int) -> None:
         """The bell of that epoch's holder: its scheduler thread is gone."""
-        holder = self.holder
-        if holder is None or epoch != self.epoch:
-            return
-        holder.dying = True
-        self._notify(wire.EngineEvent("dying", holder.incarnation, "its scheduler thread ended"))
-        self._advance()
+        if self.holder is not None and epoch == self.epoch:
+            self._is_dying(self.holder)
+            self._advance()
+
+    def _is_dying(self, holder: Peer) -> None:
+        if not holder.dying:
+            holder.dying = True
+            self._notify(wire.EngineEvent("dying", holder.incarnation, "its scheduler thread ended"))
 
     def died(self, peer: Peer) -> None:
         """A process is dead."""
         self._arming.pop(peer, None)
         if peer in (self.holder, self._dying):
+            self._is_dying(peer)
             self._notify(wire.EngineEvent("dead", peer.incarnation, f"process {peer.pid} ended"))
         if self.holder is peer:
             self.holder = None

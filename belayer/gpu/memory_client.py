@@ -49,7 +49,7 @@ class MemoryClient:
     ) -> tuple[_Answer, list[int]]:
         """Send a request and return its answer and descriptors, now the caller's."""
         self.tell(request)
-        answer, fds = self._receive(self._timeout_s if timeout_s is None else timeout_s)
+        answer, fds = self.receive(self._timeout_s if timeout_s is None else timeout_s)
         if isinstance(answer, expected):
             return answer, fds
         for fd in fds:
@@ -70,7 +70,7 @@ class MemoryClient:
         readable, _, _ = select.select([self._connection], [], [], 0)
         if not readable:
             return None
-        answer, fds = self._receive(0)
+        answer, fds = self.receive(0)
         if isinstance(answer, wire.Order):
             return answer, fds
         raise ArenaRefusedError(f"it sent {type(answer).__name__} unasked")
@@ -80,7 +80,7 @@ class MemoryClient:
         readable, _, _ = select.select([self._connection], [], [], 0)
         if not readable:
             return None
-        answer, _ = self._receive(0)
+        answer, _ = self.receive(0)
         if isinstance(answer, wire.EngineEvent):
             return answer
         raise ArenaRefusedError(f"it sent {type(answer).__name__} to a watcher")
@@ -96,7 +96,8 @@ class MemoryClient:
     ) -> None:
         self.close()
 
-    def _receive(self, timeout_s: float) -> tuple[wire.Answer, list[int]]:
+    def receive(self, timeout_s: float) -> tuple[wire.Answer, list[int]]:
+        """The next message, whatever it is, and its descriptors, now the caller's."""
         readable, _, _ = select.select([self._connection], [], [], timeout_s)
         if not readable:
             raise MemoryServerGoneError(self._path, f"silent for {timeout_s:.1f} s")

@@ -1,0 +1,266 @@
+"""The memory server against real processes: who is lent what, and what happens when they die, hang or trespass."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from belayer.gpu import wire
+from belayer.gpu.errors import ArenaError, ArenaRefusedError, LeaseHeldError, TornWeightsError
+from belayer.gpu.memory_client import MemoryClient
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Child:
+    """A tests.gpu.lessee process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.gpu.lessee"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+
+    def tell(self, *command: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The answer to the oldest command that is not answered; an error is raised as AssertionError."""
+        assert self.process.stdout is not None
+        answer = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            raise AssertionError(f"{answer['error']}: {answer['message']}")
+        return answer["ok"]
+
+    def do(self, *command: object) -> Any:
+        self.tell(*command)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], Child]]:
+    children: list[Child] = []
+
+    def one() -> Child:
+        children.append(Child())
+        return children[-1]
+
+    yield one
+    for child in children:
+        child.kill()
+        assert child.process.stdin is not None and child.process.stdout is not None
+        child.process.stdin.close()
+        child.process.stdout.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Path]:
+    """A memory server for the CPU, as a process of its own; yields its socket."""
+    socket_path = tmp_path / "memory.sock"
+    ready, ready_write = os.pipe()
+    command = [sys.executable, "-m", "belayer.gpu.memory_main", "--device", "cpu", "--socket", str(socket_path)]
+    command += ["--owner-pid", str(os.getpid()), "--ready-fd", str(ready_write), "--hang-s", "0.5"]
+    process = subprocess.Popen(command, pass_fds=[ready_write], cwd=ROOT)
+    os.close(ready_write)
+    with os.fdopen(ready, "rb") as line:
+        assert line.readline() == b"ready\n"
+    yield socket_path
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+def ask(server: Path, request: wire.Request) -> wire.Facts:
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        return client.ask(request, wire.Facts)[0]
+
+
+def status(server: Path) -> wire.Status:
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        return client.ask(wire.AskStatus(), wire.Status)[0]
+
+
+def promote(server: Path, incarnation: str, *, kill_old: bool = False, early: bool = False) -> wire.Facts:
+    return ask(server, wire.Promote(incarnation, kill_old, True, early, 20.0))
+
+
+def a_main(server: Path, start: Callable[[], Child], name: str = "a") -> Child:
+    """An engine that has loaded the weights and serves."""
+    child = start()
+    child.do("connect", str(server), name, "main")
+    if child.do("open_weights"):
+        child.do("write_weights", "v0")
+        child.do("commit", 0)
+    child.do("serve", child.do("open_arena"))
+    return child
+
+
+def a_shadow(server: Path, start: Callable[[], Child], name: str = "b") -> Child:
+    """An armed standby."""
+    child = start()
+    child.do("connect", str(server), name, "shadow")
+    assert child.do("open_weights") is False
+    assert child.do("open_arena") == 0
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.tell(wire.Arm(name))
+        assert child.do("order") == {"order": "ArmNow"}
+        child.do("armed")
+        client.receive(20.0)
+    return child
+
+
+def test_the_socket_is_its_owners_alone(server: Path) -> None:
+    assert server.stat().st_mode & 0o777 == 0o600
+
+
+def test_weights_are_written_once_and_read_only_by_all_others(server: Path, start: Callable[[], Child]) -> None:
+    a_main(server, start)
+    reader = a_shadow(server, start)
+    assert reader.do("read_weights", 2) == "v0"
+    with pytest.raises(AssertionError, match="PermissionError"):
+        reader.do("write_weights", "xx")
+    assert reader.do("read_weights", 2) == "v0"
+
+
+def test_the_committed_writer_cannot_write_any_more(server: Path, start: Callable[[], Child]) -> None:
+    main = a_main(server, start)
+    with pytest.raises(AssertionError, match="PermissionError"):
+        main.do("write_weights", "xx")
+
+
+def test_another_geometry_is_refused_with_both_values(server: Path, start: Callable[[], Child]) -> None:
+    a_main(server, start)
+    other = start()
+    other.do("connect", str(server), "b", "shadow")
+    with pytest.raises(AssertionError, match=r"GeometryMismatchError: KV arena: .*tokens=128.*tokens=256"):
+        other.do("open_arena", 256)
+    with pytest.raises(AssertionError, match=r"GeometryMismatchError: weights: .*layout=a.*layout=b"):
+        other.do("open_weights", "b")
+
+
+def test_a_second_main_is_refused_while_the_first_lives(server: Path, start: Callable[[], Child]) -> None:
+    main = a_main(server, start)
+    second = start()
+    second.do("connect", str(server), "c", "main")
+    with pytest.raises(AssertionError, match=f"LeaseHeldError.*pid {main.process.pid}"):
+        second.do("open_arena")
+    main.kill()
+    assert second.do("open_arena") == 2
+
+
+def test_a_handover_waits_for_the_death_and_shows_what_was_proven(server: Path, start: Callable[[], Child]) -> None:
+    main, shadow = a_main(server, start), a_shadow(server, start)
+    main.do("write_kv", "kv of a")
+    main.do("ledger_write", 1, [5, 6, 7, 8])
+    with pytest.raises(LeaseHeldError):
+        promote(server, "b")
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        main.kill()
+        client.tell(wire.Promote("b", True, True, False, 20.0))  # the server may not have seen the death yet
+        assert shadow.do("order") == {"order": "Granted", "epoch": 2, "adopt": True, "quarantined": False}
+        assert shadow.do("read_kv", 7) == "kv of a"
+        assert shadow.do("last_proven", 1) == {"1": [5, 6, 7]}
+        shadow.do("serve", 2)
+        answer, _ = client.receive(20.0)
+    assert isinstance(answer, wire.Facts) and answer.facts["rows"] == 4
+    assert status(server).holder == "b"
+
+
+def test_a_stopped_main_is_killed_before_anyone_else_may_write(server: Path, start: Callable[[], Child]) -> None:
+    main, shadow = a_main(server, start), a_shadow(server, start)
+    main.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(LeaseHeldError):
+        promote(server, "b")
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.tell(wire.Promote("b", True, True, False, 20.0))
+        assert shadow.do("order")["epoch"] == 2
+        assert main.process.wait(30) == -signal.SIGKILL
+        shadow.do("serve", 2)
+        client.receive(20.0)
+
+
+def test_an_early_grant_is_quarantined_until_the_death_is_proved(server: Path, start: Callable[[], Child]) -> None:
+    main, shadow = a_main(server, start), a_shadow(server, start)
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.tell(wire.Promote("b", True, True, True, 20.0))
+        granted = shadow.do("order")
+        assert granted["order"] == "Granted" and granted["epoch"] == 2
+        shadow.do("serve", 2)
+        client.receive(20.0)
+    if granted["quarantined"]:
+        assert shadow.do("order") == {"order": "Released"}
+    assert main.process.wait(30) == -signal.SIGKILL
+
+
+def test_weights_whose_writer_died_are_torn_and_never_served(server: Path, start: Callable[[], Child]) -> None:
+    main = a_main(server, start)
+    a_shadow(server, start)
+    assert main.do("begin", 7) is True
+    main.do("write_weights", "half")
+    main.kill()
+    with pytest.raises(TornWeightsError) as error:
+        promote(server, "b")
+    assert error.value.version == 7
+    fresh = start()
+    fresh.do("connect", str(server), "c", "main")
+    assert fresh.do("open_weights") is True  # it loads everything anew
+    fresh.do("write_weights", "v0")
+    fresh.do("commit", 0)
+    assert status(server).weights == wire.Weights("ready", 0)
+
+
+def test_only_the_holder_may_begin_a_version(server: Path, start: Callable[[], Child]) -> None:
+    a_main(server, start)
+    shadow = a_shadow(server, start)
+    with pytest.raises(AssertionError, match="LeaseLostError"):
+        shadow.do("begin", 1)
+
+
+def test_an_engine_waits_for_weights_that_are_being_written(server: Path, start: Callable[[], Child]) -> None:
+    writer, reader = start(), start()
+    writer.do("connect", str(server), "a", "main")
+    assert writer.do("open_weights") is True
+    reader.do("connect", str(server), "b", "shadow")
+    reader.tell("open_weights")
+    writer.do("write_weights", "v0")
+    writer.do("commit", 0)
+    assert reader.hear() is False
+    assert reader.do("read_weights", 2) == "v0"
+
+
+async def test_silence_is_a_hang_once_the_engine_is_warm_and_long_work_is_none(
+    server: Path, start: Callable[[], Child]
+) -> None:
+    main = a_main(server, start)
+    main.do("begin_step", 100_000)  # a long prefill: its silence is excused for as long as its tokens may take
+    client, _ = MemoryClient.connect(server, "host", "control")
+    with client:
+        client.ask(wire.Watch(), wire.Facts)
+        await asyncio.to_thread(ask, server, wire.Arm("a"))
+        with pytest.raises(ArenaError, match="silent"):
+            await asyncio.to_thread(client.receive, 1.5)  # three times the hang limit, and no alarm
+        main.process.send_signal(signal.SIGSTOP)  # a stopped process makes no progress, whatever it was doing
+        events = [(await asyncio.to_thread(client.receive, 20.0))[0] for _ in range(3)]
+    kinds = [event.kind for event in events if isinstance(event, wire.EngineEvent)]
+    assert kinds == ["hung", "dying", "dead"]
+
+
+def test_what_is_no_message_is_refused(server: Path) -> None:
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client._connection.send(b'{"type": "Nonsense"}')
+        answer, _ = client.receive(20.0)
+    assert isinstance(answer, wire.Refused)
+    with pytest.raises(ArenaRefusedError, match="not a message"):
+        wire.raise_refused(answer)
