@@ -17,6 +17,7 @@ from pathlib import Path
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
 from belayer.processes import is_alive
+from belayer.sandbox import lazy
 from belayer.sandbox.captured import Captured, file_digest
 from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
@@ -36,6 +37,7 @@ SETTLE_S = 1.0
 """How long the runner may take from delivering its answer to saying that it is idle."""
 POLL_S = 0.001
 FREEZE_TRIES = 5
+LAZY_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ class Capture:
     def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path, deadline: float) -> float:
         """Let CRIU freeze and dump the processes, and settle the layer while it holds them; the frozen time."""
         self._refuse_obstacles(freezer.processes(), held=False)
+        if not lazy.wait(self._home.restore_folder(self._incarnation.name), LAZY_S):
+            raise CheckpointRefusedError(self._incarnation.name, "its memory is still on its way from the last restore")
         with self._criu.worker(keep_open=[lock]) as worker:
             mapped = mapped_inodes(freezer.processes())
             layer.prepare()

@@ -134,12 +134,16 @@ class Containers:
             self._api().start(container_id)
         return self.inspect(container_id)
 
-    def restore(self, container_id: str, images: Path, work: Path) -> Container:
-        """Start a created container from CRIU's images, by way of our runtime (`runtime.sh`). Logs go to `work`."""
+    def restore(self, container_id: str, images: Path, work: Path, lazily: bool) -> Container:
+        """Start a created container from CRIU's images, by way of our runtime (`runtime.sh`). Logs go to `work`.
+
+        `lazily`: a lazy-pages daemon listens in `work`.
+        """
         requests = self._runtime_home() / "restore"
         request = requests / container_id
         requests.mkdir(mode=0o700, exist_ok=True)
-        request.write_text(f"{images}\n{work}\n{' '.join(RESTORE_OPTIONS)}\n")
+        options = [*RESTORE_OPTIONS, "--lazy-pages"] if lazily else RESTORE_OPTIONS
+        request.write_text(f"{images}\n{work}\n{' '.join(options)}\n")
         try:
             return self.start(container_id)
         except DockerRefusedError as error:
@@ -152,6 +156,8 @@ class Containers:
         with self._errors():
             found = self._api().inspect_container(name)
         layers = found["GraphDriver"]["Data"]
+        if not layers:
+            raise DockerRefusedError(f"{name} is being removed")
         return Container(
             id=found["Id"],
             name=found["Name"].lstrip("/"),

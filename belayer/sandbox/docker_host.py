@@ -33,12 +33,13 @@ from belayer.sandbox.criu import Criu
 from belayer.sandbox.docker_sandbox import DockerSandbox, thaw_abandoned
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home, default_home
+from belayer.sandbox.lazy import LazyPagesError
 from belayer.sandbox.making import PROBE_S, Maker
 from belayer.sandbox.manifest import Manifest, read_manifest, verify
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
 from belayer.sandbox.spares import Spares
-from belayer.sandbox.tree import kill_tracers
+from belayer.sandbox.tree import kill_tracers, kill_users_of
 
 SETUP_TIMEOUT_S = 600.0
 CHECKPOINT_TIMEOUT_S = 120.0
@@ -116,6 +117,9 @@ class DockerHost:
     async def remove(self, incarnation: str) -> None:
         """Kill and remove the container and its folders, whatever state they are in. Nothing there is fine."""
         owner = self._home.owner(checked_name(incarnation))
+        restoring = self._home.restore_folder(incarnation)
+        if restoring.exists():  # a runc that hangs in a restore, a daemon that still brings pages
+            await asyncio.to_thread(kill_users_of, restoring)
         # A container that was to be a spare and was taken by somebody who died still has its old name.
         for name in {incarnation, owner.container_id if owner is not None else ""} - {""}:
             with suppress(DockerRefusedError):
@@ -189,7 +193,7 @@ class DockerHost:
             here = await self._from_spare(incarnation, owner, folder, manifest)
             if here is None:
                 here = await self._maker.restored(incarnation, owner, folder, manifest)
-        except (DockerRefusedError, SandboxFailedError, OSError) as error:
+        except (DockerRefusedError, LazyPagesError, SandboxFailedError, OSError) as error:
             await self._give_up(incarnation)
             raise RestoreFailedError(checkpoint, str(error)) from None
         except BaseException:

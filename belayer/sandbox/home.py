@@ -58,6 +58,10 @@ class Home:
     def control_folder(self, incarnation: str) -> Path:
         return self.run_folder(incarnation) / "control"
 
+    def restore_folder(self, incarnation: str) -> Path:
+        """Logs and the lazy-pages daemon of the restore that made the container, if one did."""
+        return self.run_folder(incarnation) / "restore"
+
     def make_run_folder(self, incarnation: str, owner: Owner) -> None:
         """A fresh one, owned before its container is made. FileExistsError when there is one."""
         self.run_folder(incarnation).mkdir(mode=0o700)

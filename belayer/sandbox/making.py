@@ -13,6 +13,7 @@ import msgspec
 
 from belayer.errors import RestoreFailedError, SandboxFailedError
 from belayer.processes import host_name, is_alive, start_ticks
+from belayer.sandbox import lazy
 from belayer.sandbox.apply import apply
 from belayer.sandbox.captured import rebase
 from belayer.sandbox.containers import Container, Containers
@@ -77,9 +78,16 @@ class Maker:
         self._rebase(name, checkpoint, made.upper)
         if manifest.quiet:
             return _incarnation(self._containers.start(made.id))
-        work = self._home.run_folder(name) / "restore"
+        work = self._home.restore_folder(name)
         work.mkdir(mode=0o700)
-        return _incarnation(self._containers.restore(made.id, checkpoint / IMAGES, work))
+        images = checkpoint / IMAGES
+        memory_bytes = sum(size for image, (size, _) in manifest.images.items() if image.startswith("pages-"))
+        if memory_bytes < lazy.LAZY_BYTES:
+            return _incarnation(self._containers.restore(made.id, images, work, lazily=False))
+        lazy.start(self._home.criu / "criu", images, work, made.id)
+        here = _incarnation(self._containers.restore(made.id, images, work, lazily=True))
+        lazy.watch_over(work, here.pid)
+        return here
 
     def _take(self, spare: str, name: str, owner: Owner, checkpoint: Path) -> Incarnation | None:
         before = self._home.owner(spare)

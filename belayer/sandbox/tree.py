@@ -55,6 +55,28 @@ def kill_tracers(processes: Iterable[int]) -> None:
                 os.kill(tracer, signal.SIGKILL)
 
 
+def kill_users_of(folder: Path) -> None:
+    """SIGKILL every process that names the folder on its command line, and all its descendants."""
+    named = os.fsencode(folder)
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and int(process.name) != os.getpid():
+                arguments = (process / "cmdline").read_bytes().split(b"\0")
+                if any(argument.startswith(named) for argument in arguments):
+                    _kill_with_descendants(int(process.name))
+
+
+def _kill_with_descendants(pid: int) -> None:
+    children: list[str] = []
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children.extend((thread / "children").read_text().split())
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        _kill_with_descendants(int(child))
+
+
 def _status(pid: int) -> dict[str, str]:
     """/proc/PID/status; empty when the process is gone."""
     try:
