@@ -53,6 +53,7 @@ class HttpEngine:
             except EngineFailedError as error:
                 if received or RESUME_UNKNOWN not in error.evidence:
                     raise
+            request += "~"  # SGLang aborts an id again 2 s after its response has ended
         async for batch in self._generate(_body(request, prefix, sampling)):
             yield batch
 

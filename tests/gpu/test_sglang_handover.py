@@ -142,3 +142,11 @@ async def test_killed_and_taken_over_before_it_is_gone_the_tokens_are_the_same(c
     facts = cell.host.facts["shadow1"]
     assert facts["adopted_requests"] == len(PROMPTS) and facts["adopted_tokens"] > sum(map(len, PROMPTS))
     assert tokens == cell.undisturbed
+
+
+async def test_stopped_it_counts_as_hung_and_refilled_the_tokens_are_the_same(cell: Cell) -> None:
+    cell.host.adopt = cell.host.early = False
+    tokens, kinds = await run_through_a_failure(cell, "h", signal.SIGSTOP)
+    assert kinds == ["hung", "dying", "dead"]
+    assert cell.host.facts["shadow2"]["adopted_tokens"] == 0
+    assert tokens == cell.undisturbed
