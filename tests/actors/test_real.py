@@ -29,9 +29,10 @@ SPEC = SandboxSpec("belayer-base:bookworm", workdir="/testbed")
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[DockerHost]:
+async def host(namespace: str) -> AsyncIterator[DockerHost]:
     async with open_host() as opened:
         yield opened
+        await opened.remove_run(f"run-{namespace}")
 
 
 @asynccontextmanager
