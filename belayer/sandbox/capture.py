@@ -22,6 +22,7 @@ from belayer.sandbox.captured import Captured, file_digest
 from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
 from belayer.sandbox.criu import Criu, CriuError, Target
+from belayer.sandbox.eager import keep_eager
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture
@@ -223,7 +224,10 @@ class Capture:
 
     def _seal(self, folder: Path, captured: Captured, frozen_s: float) -> int:
         """Write what the checkpoint says of itself; its size."""
-        if not self._noise:
+        if self._noise:
+            if lazy.is_worth_it(path.stat().st_size for path in (folder / IMAGES).glob("pages-*")):
+                keep_eager(folder / IMAGES, self._criu.image_messages())
+        else:
             (folder / RUNNER_STATE).write_bytes(self._runner.state)
         (folder / LAYER_INDEX).write_bytes(captured.encode())
         manifest = Manifest(

@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from belayer.errors import HostUnfitError, SandboxError
+from belayer.sandbox.eager import Messages
 
 MINIMUM_VERSION = (4, 2)
 REPLY_BYTES = 1 << 16
@@ -90,9 +91,22 @@ class Criu:
             self._messages = messages
         return self._messages
 
+    def image_messages(self) -> Messages:
+        """The messages of memory images. HostUnfitError when pycriu cannot be imported."""
+        self.messages()
+        from pycriu.images import mm_pb2, pagemap_pb2  # type: ignore[import-not-found]
+
+        return _ImageMessages(pagemap_pb2.pagemap_entry, mm_pb2.mm_entry)
+
     def worker(self, keep_open: Sequence[int] = ()) -> Worker:
         """A CRIU process that waits for its request. It holds the given descriptors open until it ends."""
         return Worker(self._binary, self.messages(), keep_open)
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageMessages:
+    pagemap_entry: Any
+    mm_entry: Any
 
 
 class Worker:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from belayer.errors import SandboxError
@@ -34,6 +35,11 @@ grep -qs "$3" "/proc/$init/cgroup" && kill -KILL "$init"
 
 class LazyPagesError(SandboxError):
     """The daemon did not start; the message says where its log is."""
+
+
+def is_worth_it(sizes: Iterable[int]) -> bool:
+    """Whether pages of these sizes in all, in bytes, are to come later than their processes."""
+    return sum(sizes) >= LAZY_BYTES
 
 
 def start(criu: Path, images: Path, work: Path, container_id: str) -> None:

@@ -81,8 +81,7 @@ class Maker:
         work = self._home.restore_folder(name)
         work.mkdir(mode=0o700)
         images = checkpoint / IMAGES
-        memory_bytes = sum(size for image, (size, _) in manifest.images.items() if image.startswith("pages-"))
-        if memory_bytes < lazy.LAZY_BYTES:
+        if not lazy.is_worth_it(size for image, (size, _) in manifest.images.items() if image.startswith("pages-")):
             return _incarnation(self._containers.restore(made.id, images, work, lazily=False))
         lazy.start(self._home.criu / "criu", images, work, made.id)
         here = _incarnation(self._containers.restore(made.id, images, work, lazily=True))

@@ -117,7 +117,7 @@ async def test_cancelled_it_gives_up(bench: Bench) -> None:
     with pytest.raises(asyncio.CancelledError):
         await working
     await nothing_is_left(bench, live, name)
-    await live.sh("pgrep -f bytearray")
+    await live.sh("pgrep -f '[b]ytearray'")
 
 
 async def test_killed_in_the_middle_the_next_action_thaws(bench: Bench, home: Path) -> None:
@@ -131,8 +131,9 @@ async def test_killed_in_the_middle_the_next_action_thaws(bench: Bench, home: Pa
     assert await live.sh("echo fine") == "fine\n", "whoever waits for a frozen container thaws it"
     await until(lambda: no_leftovers(bench, name), what="the leftovers to be removed")
     await nothing_is_left(bench, live, name)
+    await live.sh("pgrep -f '[b]ytearray'")
     back = await live.kill_and_restore(await live.checkpoint())
-    await back.sh("pgrep -f bytearray")
+    await back.sh("pgrep -f '[b]ytearray'")
 
 
 async def no_leftovers(bench: Bench, name: str) -> bool:
@@ -176,7 +177,7 @@ async def test_killed_while_being_captured(bench: Bench) -> None:
     done = await asyncio.gather(working, return_exceptions=True)
     if name in await bench.host.checkpoints():
         back = await bench.restore(name, 1)
-        await back.sh("pgrep -f bytearray")
+        await back.sh("pgrep -f '[b]ytearray'")
     else:
         assert isinstance(done[0], CheckpointFailedError | SandboxFailedError)
 
@@ -193,7 +194,7 @@ async def test_criu_killed_in_the_middle(bench: Bench, attempt: int) -> None:
         await working
     if isinstance(failure.value, CheckpointFailedError):
         await nothing_is_left(bench, live, name)
-        await live.sh("pgrep -f bytearray")
+        await live.sh("pgrep -f '[b]ytearray'")
     else:  # it was just running a system call of its own in process 1
         assert not await bench.host.is_alive(live.incarnation)
         assert await no_leftovers(bench, name)

@@ -41,6 +41,7 @@ async def test_all_pages_arrive_and_a_capture_waits_for_them(bench: Bench, home:
     back = await live.kill_and_restore(await live.checkpoint())
     assert (work(home, back) / "lazy-pid").exists()
     again = await back.kill_and_restore(await back.checkpoint())
+    assert "ballast.py" in await again.sh("ps axo args"), "arguments are there from the start"
     assert await again.sh(ASK) == ""
     assert await asyncio.to_thread(lazy.wait, work(home, again), 20.0)
     assert await again.sh(ASK) == ""
