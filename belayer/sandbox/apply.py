@@ -10,6 +10,7 @@ import os
 import stat
 from pathlib import Path
 
+from belayer.sandbox.layer import in_folders
 from belayer.sandbox.scan import FOLDER, Scan, copy_entry, copy_metadata, copy_xattrs_of, parent_of, remove_entry, scan
 
 OPAQUE = "trusted.overlay.opaque"
@@ -33,28 +34,37 @@ def apply(saved: Path, root: Path) -> None:
 
 def _apply(source: int, target: int, entries: Scan) -> None:
     copies: dict[int, bytes] = {}
-    for path, found in entries.items():
-        if path in OUR_MOUNTS:
-            continue
-        with parent_of(source, path) as (folder, name), parent_of(target, path) as (into, _):
-            if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
-                remove_entry(into, name)
-            elif stat.S_ISDIR(found.st_mode):
-                _apply_folder(folder, into, name, found)
-            else:
-                remove_entry(into, name)
-                other = copies.get(found.st_ino) if found.st_nlink > 1 else None
-                if other is not None:
-                    with parent_of(target, other) as (there, other_name):
-                        os.link(other_name, name, src_dir_fd=there, dst_dir_fd=into, follow_symlinks=False)
-                elif not copy_entry(folder, into, name, found):
-                    raise OSError("the saved layer changed while it was read")
-                else:
-                    copies[found.st_ino] = path
-    for path, found in reversed(entries.items()):
-        if stat.S_ISDIR(found.st_mode) and path not in OUR_MOUNTS:
+    missed: set[bytes] = set()
+    ours = [path for path in entries if path not in OUR_MOUNTS]
+    for folder, into, path, name in in_folders(source, target, ours, missed):
+        found = entries[path]
+        if stat.S_ISCHR(found.st_mode) and found.st_rdev == 0:
+            remove_entry(into, name)
+        elif stat.S_ISDIR(found.st_mode):
+            _apply_folder(folder, into, name, found)
+        elif found.st_nlink > 1 and found.st_ino in copies:
+            remove_entry(into, name)
+            with parent_of(target, copies[found.st_ino]) as (there, other):
+                os.link(other, name, src_dir_fd=there, dst_dir_fd=into, follow_symlinks=False)
+        else:
+            _apply_other(folder, into, name, found)
+            copies[found.st_ino] = path
+    if missed:
+        raise OSError("the saved layer changed while it was read")
+    for path in reversed(ours):
+        if stat.S_ISDIR(entries[path].st_mode):
             with parent_of(target, path) as (into, name):
-                copy_metadata(into, name, found)
+                copy_metadata(into, name, entries[path])
+
+
+def _apply_other(folder: int, into: int, name: bytes, found: os.stat_result) -> None:
+    try:
+        copied = copy_entry(folder, into, name, found)
+    except FileExistsError:
+        remove_entry(into, name)
+        copied = copy_entry(folder, into, name, found)
+    if not copied:
+        raise OSError("the saved layer changed while it was read")
 
 
 def _apply_folder(folder: int, into: int, name: bytes, found: os.stat_result) -> None:

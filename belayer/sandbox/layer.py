@@ -129,7 +129,7 @@ class LayerCapture:
     def _copy(self, entries: Scan) -> None:
         """Copy the entries, parents first, each from the earlier capture if it is unchanged since."""
         copies: dict[int, bytes] = {}
-        for source, target, path, name in self._folders(entries):
+        for source, target, path, name in in_folders(self._source, self._target, entries, self._missed):
             found = entries[path]
             if not stat.S_ISDIR(found.st_mode):
                 other = copies.get(found.st_ino) if found.st_nlink > 1 else None
@@ -164,33 +164,39 @@ class LayerCapture:
         with suppress(FileNotFoundError, NotADirectoryError), parent_of(self._target, path) as (folder, name):
             remove_entry(folder, name)
 
-    def _folders(self, paths: Iterable[bytes]) -> Iterator[tuple[int, int, bytes, bytes]]:
-        """Each path with its open folder on both sides; a folder is opened once for a run of its entries."""
-        here: bytes | None = None
-        sides: list[int] = []
-        try:
-            for path in paths:
-                folder, _, name = path.rpartition(b"/")
-                if folder != here:
-                    while sides:
-                        os.close(sides.pop())
-                    here = folder
-                    with suppress(FileNotFoundError, NotADirectoryError):
-                        sides.append(_open(self._source, folder))
-                        sides.append(_open(self._target, folder))
-                if len(sides) == 2:
-                    yield sides[0], sides[1], path, name
-                else:
-                    self._missed.add(path)
-        finally:
-            while sides:
-                os.close(sides.pop())
-
     def _reuse(self, path: bytes, found: os.stat_result, target: int, name: bytes) -> bool:
         seen = self._known.get(path)
         if seen is None or (seen.inode, seen.ctime_ns) != (found.st_ino, found.st_ctime_ns):
             return False
         return _link(self._saved, path, target, name)
+
+
+def in_folders(
+    source: int, target: int, paths: Iterable[bytes], missed: set[bytes]
+) -> Iterator[tuple[int, int, bytes, bytes]]:
+    """Each path with its open folder on both sides; a folder is opened once for a run of its entries.
+
+    Paths whose folder is missing on one side go to `missed` instead.
+    """
+    here: bytes | None = None
+    sides: list[int] = []
+    try:
+        for path in paths:
+            folder, _, name = path.rpartition(b"/")
+            if folder != here:
+                while sides:
+                    os.close(sides.pop())
+                here = folder
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    sides.append(_open(source, folder))
+                    sides.append(_open(target, folder))
+            if len(sides) == 2:
+                yield sides[0], sides[1], path, name
+            else:
+                missed.add(path)
+    finally:
+        while sides:
+            os.close(sides.pop())
 
 
 def fill(saved: Path, upper: Path) -> None:
