@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import io
 import json
 import os
 import platform
 import shutil
 import socket
 import statistics
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -296,11 +297,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     modes = [Durability(options.mode)] if options.mode else [Durability.EVERYSEC] if options.quick else list(Durability)
-    if options.json:
-        sys.stdout, screen = open(os.devnull, "w"), sys.stdout  # noqa: SIM115, PTH123
-    results = asyncio.run(measure(modes, options.quick, 2 if options.quick else options.rounds))
-    if options.json:
-        sys.stdout = screen
+    with contextlib.redirect_stdout(io.StringIO()) if options.json else contextlib.nullcontext():
+        results = asyncio.run(measure(modes, options.quick, 2 if options.quick else options.rounds))
     if not options.quick and not options.mode:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

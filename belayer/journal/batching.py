@@ -63,6 +63,8 @@ class Lane:
         except LinkLostError as error:
             raise self._unavailable(started, error.cause) from None
         self._tasks = [asyncio.create_task(self._run(), name="belayer-lane") for _ in range(GROUPS)]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
         self._closed = None
 
     async def close(self) -> None:
@@ -114,15 +116,11 @@ class Lane:
     # --- the tasks that send ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        try:
-            while True:
-                await self._ready.wait()
-                if group := self._next_group():
-                    await self._settle(group)
-                    await self._release(group)
-        except Exception as error:
-            self._fail_all(f"a bug stopped the sending task: {error!r}")
-            raise
+        while True:
+            await self._ready.wait()
+            if group := self._next_group():
+                await self._settle(group)
+                await self._release(group)
 
     def _next_group(self) -> list[Append]:
         """Take what waits, in order, up to the limits; nothing of a stream that has a write under way."""
@@ -184,6 +182,12 @@ class Lane:
         for write in (*self._under_way.values(), *self._queue):
             if now - write.started >= self._timeout_s and not write.done.done():
                 write.settle(self._unavailable(write.started, cause))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A sending task ends only when it is cancelled; anything else is a bug of ours, and nobody waits for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail_all(f"a bug stopped the sending task: {error!r}")
+            task.get_loop().call_exception_handler({"message": "the journal's lane stopped", "exception": error})
 
     def _fail_all(self, cause: str) -> None:
         """What waits and what comes fails from here on."""

@@ -13,7 +13,9 @@ from belayer import ids
 from belayer.ids import StreamId
 from belayer.journal.address import parse_address
 from belayer.journal.codec import Recorded
+from belayer.journal.connect import open_store
 from belayer.journal.events import GenerationStarted
+from belayer.journal.redis_store import RedisStore
 from belayer.journal.server import Server
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import StreamWriter, read_events, take_over
@@ -45,6 +47,11 @@ async def raw(url: str, request: bytes) -> bytes:
         return await reader.readline()
     finally:
         writer.close()
+
+
+async def opened(url: str, **options: Any) -> RedisStore:
+    """The journal at the URL, with a shorter deadline than usual."""
+    return await open_store(url, **{"timeout_s": 10.0, **options})
 
 
 async def written(store: JournalStore, stream: StreamId = T, count: int = 3) -> StreamWriter:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,18 +12,16 @@ import pytest
 from belayer import ids
 from belayer.errors import CodecError, DamagedJournalError, FencedError, JournalUnavailableError, WrongSequenceError
 from belayer.journal.batching import GROUPS
-from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer, shipped_server
-from belayer.journal.redis_store import RedisStore
 from belayer.journal.writer import StreamWriter, take_over
-from tests.journal.faults import Proxy, T, command, generation, raw, stored, written
+from tests.journal.faults import Proxy, T, command, generation, opened, stored, written
 from tests.waiting import until
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     """A server that a test may break."""
-    async with EmbeddedServer(tmp_path / "r", settings={"busy-reply-threshold": "10"}) as server:
+    async with EmbeddedServer(tmp_path / "r") as server:
         yield server
 
 
@@ -33,10 +29,6 @@ async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
 async def proxy(tmp_path: Path, redis_url: str) -> AsyncIterator[Proxy]:
     async with Proxy(tmp_path, redis_url).running() as proxy:
         yield proxy
-
-
-async def opened(url: str, **options) -> RedisStore:
-    return await open_store(url, **{"timeout_s": 10.0, **options})
 
 
 # --- lost replies and broken connections ----------------------------------------------------------------------------
@@ -309,125 +301,4 @@ async def test_one_damaged_stream_does_not_harm_its_neighbours(proxy: Proxy, red
     proxy.cut()
     outcomes = await asyncio.gather(first.append(generation(9)), second.append(generation(9)), return_exceptions=True)
     assert isinstance(outcomes[0], CodecError) and outcomes[1] == 5
-    await store.close()
-
-
-# --- a server that cannot now ---------------------------------------------------------------------------------------
-
-
-async def test_out_of_memory_is_waited_out(server: EmbeddedServer) -> None:
-    store = await opened(server.url)
-    writer = await written(store)
-    await command(server.url, "CONFIG", "SET", "maxmemory", "1")
-    waiting = asyncio.create_task(writer.append(generation(9)))
-    await asyncio.wait([waiting], timeout=0.1)
-    assert not waiting.done()
-    await command(server.url, "CONFIG", "SET", "maxmemory", "0")
-    assert await waiting == 5
-    await store.close()
-
-
-async def test_out_of_memory_until_the_deadline_says_so_and_stores_nothing(server: EmbeddedServer) -> None:
-    store = await opened(server.url, timeout_s=0.3)
-    writer = await written(store)
-    await command(server.url, "CONFIG", "SET", "maxmemory", "1")
-    with pytest.raises(JournalUnavailableError, match="OOM"):
-        await writer.append(generation(9))
-    with pytest.raises(JournalUnavailableError, match="OOM"):
-        await take_over(store, T, "b")
-    await command(server.url, "CONFIG", "SET", "maxmemory", "0")
-    assert await writer.retry() == 5
-    assert len(await stored(store)) == 5
-    await store.close()
-
-
-async def test_a_server_busy_with_a_script_is_waited_for(server: EmbeddedServer) -> None:
-    store = await opened(server.url)
-    writer = await written(store)
-    script = asyncio.create_task(raw(server.url, b"EVAL 'while true do end' 0\r\n"))
-    await until(lambda: is_busy(server.url), what="BUSY")
-    waiting = asyncio.create_task(writer.append(generation(9)))
-    await asyncio.wait([waiting], timeout=0.1)
-    assert not waiting.done()
-    assert await raw(server.url, b"SCRIPT KILL\r\n") == b"+OK\r\n"
-    assert await waiting == 5
-    assert b"killed" in await script
-    await store.close()
-
-
-async def is_busy(url: str) -> bool:
-    try:
-        return b"BUSY" in await asyncio.wait_for(raw(url, b"EXISTS nothing\r\n"), 1.0)
-    except TimeoutError:
-        return False
-
-
-async def test_a_server_that_is_loading_is_waited_for(tmp_path: Path) -> None:
-    settings = {"key-load-delay": "20000", "loading-process-events-interval-bytes": "1024"}
-    async with EmbeddedServer(tmp_path / "r", settings=settings) as server:
-        store = await opened(server.url)
-        writer = await written(store)
-        for number in range(20):
-            await command(server.url, "SET", f"filler{number}", "x" * 2000)
-        await command(server.url, "BGREWRITEAOF")
-        await until(lambda: rewritten(server), what="the rewrite")
-        await server.kill()
-        restarting = asyncio.create_task(server.start())
-        assert await writer.append(generation(9)) == 5
-        await restarting
-        assert len(await stored(store)) == 5
-        await store.close()
-
-
-async def rewritten(server: EmbeddedServer) -> bool:
-    info = await command(server.url, "INFO", "persistence")
-    return b"aof_rewrite_in_progress:0" in info and any((server.folder / "appendonlydir").glob("*.2.base.rdb"))
-
-
-async def test_a_demoted_primary_is_waited_for(server: EmbeddedServer) -> None:
-    store = await opened(server.url)
-    writer = await written(store)
-    await command(server.url, "REPLICAOF", "127.0.0.1", "1")
-    waiting = asyncio.create_task(writer.append(generation(9)))
-    await asyncio.wait([waiting], timeout=0.2)
-    assert not waiting.done()
-    await command(server.url, "REPLICAOF", "NO", "ONE")
-    assert await waiting == 5
-    assert len(await stored(store)) == 5
-    await store.close()
-
-
-async def test_a_paused_server_is_waited_for_and_a_hung_one_has_a_deadline(server: EmbeddedServer) -> None:
-    patient, hasty = await opened(server.url), await opened(server.url, timeout_s=0.3)
-    first, second = await written(patient), await written(hasty, ids.trajectory("u"))
-    os.kill(server.pid, signal.SIGSTOP)
-    waiting = asyncio.create_task(first.append(generation(9)))
-    started = time.monotonic()
-    with pytest.raises(JournalUnavailableError) as caught:
-        await second.append(generation(9))
-    assert 0.25 < time.monotonic() - started < 2.0
-    assert caught.value.address == server.url
-    os.kill(server.pid, signal.SIGCONT)
-    assert await waiting == 5
-    assert await second.retry() == 5
-    assert len(await stored(hasty, ids.trajectory("u"))) == 5
-    await patient.close()
-    await hasty.close()
-
-
-async def test_a_server_that_is_gone_has_a_deadline_for_every_call(server: EmbeddedServer) -> None:
-    store = await opened(server.url, timeout_s=0.2)
-    writer = await written(store)
-    await server.kill()
-    calls = (
-        writer.append(generation(9)),
-        store.read(T),
-        store.last(T),
-        store.wait(T, 0, 5.0),
-        store.streams(),
-        store.remove(T),
-        take_over(store, T, "b"),
-    )
-    for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        assert isinstance(outcome, JournalUnavailableError), outcome
     await store.close()
