@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from belayer import ids
-from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
+from belayer.actors.sandboxes import create_sandbox, incarnation_epoch, incarnation_of, look
 from belayer.actors.service import run_actors
 from belayer.client import Trajectory
 from belayer.errors import FencedError, SandboxFailedError
@@ -88,7 +88,7 @@ async def test_a_killed_container_comes_back_at_its_newest_boundary(
         async with await host.attach(incarnation_of(again)) as sandbox:
             assert await turn(t, sandbox, "cat kept; kill -0 $(cat pid) && echo lives") == "one\nlives\n"
         await t.finish("done")
-        await until(lambda: tidy(host, run), 30.0, "the container's removal")
+        await until(lambda: removed(host, name), 30.0, "the container's removal")
         await (await take_over(store, ids.run(run), "test"))[0].append(RunFinished("done"))
     state = await look(store, name)
     assert (state.phase, state.failures) == ("removed", 1)
@@ -104,5 +104,6 @@ async def replaced(store: RedisStore, name: str, old: str) -> bool:
     return state.phase == "live" and state.incarnation != old
 
 
-async def tidy(host: DockerHost, run: str) -> bool:
-    return not await host.incarnations(run)
+async def removed(host: DockerHost, name: str) -> bool:
+    """The trajectory's containers are gone. A spare of the run may wait for another trajectory until the run ends."""
+    return not any(incarnation_epoch(name, found) >= 0 for found in await host.incarnations())
