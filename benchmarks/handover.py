@@ -38,6 +38,7 @@ from belayer.gpu import wire
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineProcess
 from belayer.gpu.sglang_host import SglangHost
+from benchmarks.handover_figures import agreement, brief, headline, serializable, summary, without_tokens
 from benchmarks.handover_streams import Stream, Streams
 from benchmarks.sglang_shapes import SHAPES, write_model, write_plugins
 
@@ -69,7 +70,7 @@ class Bench:
         self.out: Path = options.out
         self.began_s = time.monotonic()
         self.results: dict[str, Any] = {
-            "options": _plain({name: value for name, value in vars(options).items() if name != "out"}),
+            "options": serializable({name: value for name, value in vars(options).items() if name != "out"}),
             "machine": _machine(),
             "stages": {},
         }
@@ -107,7 +108,7 @@ class Bench:
         except Exception as error:  # noqa: BLE001  a stage's failure is a result; the next one may still work
             found["error"] = f"{type(error).__name__}: {error}"[-3000:]
         found["took_s"] = round(time.monotonic() - began_s, 3)
-        print(f"[{time.monotonic() - self.began_s:6.1f} s] {name}: {_brief(found)}", flush=True)
+        print(f"[{time.monotonic() - self.began_s:6.1f} s] {name}: {brief(found)}", flush=True)
         self.save()
         return "error" not in found
 
@@ -200,9 +201,9 @@ class Bench:
         engine = await host.start("plain", "main")
         found: dict[str, Any] = {"cold_start_s": round(time.monotonic() - began_s, 2), "gpu": _gpu_processes()}
         found |= await self.throughput(engine, "plain")
-        found |= {"again": _without_tokens(await self.throughput(engine, "plain"))}
+        found |= {"again": without_tokens(await self.throughput(engine, "plain"))}
         await host.kill(engine)
-        return _without_tokens(found)
+        return without_tokens(found)
 
     async def engine(self) -> dict[str, Any]:
         self.start_memory()
@@ -214,8 +215,8 @@ class Bench:
         first = await self.throughput(self.main, "engine")
         again = await self.throughput(self.main, "engine")
         self.reference = again["token_ids"]
-        found |= _without_tokens(first) | {"again": _without_tokens(again)}
-        found["undisturbed_equal"] = _agreement(first["token_ids"], again["token_ids"])
+        found |= without_tokens(first) | {"again": without_tokens(again)}
+        found["undisturbed_equal"] = agreement(first["token_ids"], again["token_ids"])
         found["gpu"] = _gpu_processes()
         return found
 
@@ -253,7 +254,7 @@ class Bench:
                     continue
                 of_mode = stages.setdefault(mode.name, {"kills": []})
                 of_mode["kills"].append(kill)
-                of_mode |= _summary(of_mode["kills"])
+                of_mode |= summary(of_mode["kills"])
                 self.save()
         return found
 
@@ -293,7 +294,7 @@ class Bench:
             "promoted_s": round(promoted_s - killed_s, 4),
             "phases": {name: round(value, 5) for name, value in self.host.facts[shadow.incarnation].items()},
             "tokens_before": before,
-            "equal": _agreement(self.reference, [stream.token_ids for stream in run.streams]),
+            "equal": agreement(self.reference, [stream.token_ids for stream in run.streams]),
         }
 
     async def _watch(self, incarnation: str, seen: dict[str, float], dying: asyncio.Event, dead: asyncio.Event) -> None:
@@ -322,47 +323,6 @@ def _sglang_arguments(options: argparse.Namespace) -> list[str]:
         return [*arguments, "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
     arguments += ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--log-level", "info"]
     return [*arguments, "--cuda-graph-max-bs", str(max(16, options.streams)), "--mem-fraction-static", "0.85"]
-
-
-def _agreement(expected: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
-    """How many streams are equal token by token, and where the others part."""
-    parts = []
-    for one, other in zip(expected, got, strict=True):
-        if one != other:
-            parts.append(
-                next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-            )
-    return {"streams": len(expected), "equal": len(expected) - len(parts), "first_difference": sorted(parts)[:8]}
-
-
-def _summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
-    waits = sorted(wait for kill in kills for wait in kill["waits_s"])
-    worst = [kill["waits_s"][-1] for kill in kills if kill["waits_s"]]
-    if not waits:
-        return {}
-    return {
-        "kill_to_token_p50_s": round(statistics.median(waits), 4),
-        "kill_to_token_p99_s": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
-        "kill_to_token_worst_s": waits[-1],
-        "kill_to_last_stream_p50_s": round(statistics.median(worst), 4),
-        "dead_p50_s": round(statistics.median(kill["dead_s"] for kill in kills), 4),
-        "dying_p50_s": round(statistics.median(kill["dying_s"] for kill in kills), 4),
-        "promoted_p50_s": round(statistics.median(kill["promoted_s"] for kill in kills), 4),
-        "equal_streams": sum(kill["equal"]["equal"] for kill in kills),
-        "all_streams": sum(kill["equal"]["streams"] for kill in kills),
-    }
-
-
-def _without_tokens(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name != "token_ids"}
-
-
-def _brief(found: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in found.items() if not isinstance(value, list)})[:900]
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
 
 
 def _run(*command: str) -> str:
@@ -406,29 +366,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 await bench.stage("plain", bench.plain, bench.left_s)
         finally:
             await bench.close()
-        bench.results |= _headline(bench.results["stages"])
+        bench.results |= headline(bench.results["stages"])
         bench.save()
         return {name: value for name, value in bench.results.items() if name != "stages"}
-
-
-def _headline(stages: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the last line, from whatever stages there are."""
-    plain, engine, early = (stages.get(name, {}) for name in ("plain", "engine", "early"))
-    headline: dict[str, Any] = {
-        "shadow_gpu_gb": stages.get("kills", {}).get("shadow_gpu_gb"),
-        "kill_to_token_p50_s": early.get("kill_to_token_p50_s"),
-        "kill_to_token_p99_s": early.get("kill_to_token_p99_s"),
-        "kill_to_token_worst_s": early.get("kill_to_token_worst_s"),
-        "late_p50_s": stages.get("late", {}).get("kill_to_token_p50_s"),
-        "refill_p50_s": stages.get("refill", {}).get("kill_to_token_p50_s"),
-        "cold_start_s": plain.get("cold_start_s"),
-        "equal": early.get("equal_streams") == early.get("all_streams") if early.get("all_streams") else None,
-        "throughput_ratio": None,
-    }
-    if "again" in plain and "again" in engine:
-        ratio = engine["again"]["tokens_per_s"] / plain["again"]["tokens_per_s"]
-        headline["throughput_ratio"] = round(ratio, 4)
-    return headline
 
 
 def main() -> None:

@@ -1,0 +1,68 @@
+"""What the handover benchmark makes of its measurements: figures, pure functions of what was recorded."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+
+def agreement(expected: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
+    """How many streams are equal token by token, and where the others part."""
+    parts = []
+    for one, other in zip(expected, got, strict=True):
+        if one != other:
+            parts.append(
+                next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+            )
+    return {"streams": len(expected), "equal": len(expected) - len(parts), "first_difference": sorted(parts)[:8]}
+
+
+def summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
+    waits = sorted(wait for kill in kills for wait in kill["waits_s"])
+    worst = [kill["waits_s"][-1] for kill in kills if kill["waits_s"]]
+    if not waits:
+        return {}
+    return {
+        "kill_to_token_p50_s": round(statistics.median(waits), 4),
+        "kill_to_token_p99_s": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
+        "kill_to_token_worst_s": waits[-1],
+        "kill_to_last_stream_p50_s": round(statistics.median(worst), 4),
+        "dead_p50_s": round(statistics.median(kill["dead_s"] for kill in kills), 4),
+        "dying_p50_s": round(statistics.median(kill["dying_s"] for kill in kills), 4),
+        "promoted_p50_s": round(statistics.median(kill["promoted_s"] for kill in kills), 4),
+        "equal_streams": sum(kill["equal"]["equal"] for kill in kills),
+        "all_streams": sum(kill["equal"]["streams"] for kill in kills),
+    }
+
+
+def without_tokens(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "token_ids"}
+
+
+def brief(found: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in found.items() if not isinstance(value, list)})[:900]
+
+
+def serializable(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
+
+
+def headline(stages: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the last line, from whatever stages there are."""
+    plain, engine, early = (stages.get(name, {}) for name in ("plain", "engine", "early"))
+    headline: dict[str, Any] = {
+        "shadow_gpu_gb": stages.get("kills", {}).get("shadow_gpu_gb"),
+        "kill_to_token_p50_s": early.get("kill_to_token_p50_s"),
+        "kill_to_token_p99_s": early.get("kill_to_token_p99_s"),
+        "kill_to_token_worst_s": early.get("kill_to_token_worst_s"),
+        "late_p50_s": stages.get("late", {}).get("kill_to_token_p50_s"),
+        "refill_p50_s": stages.get("refill", {}).get("kill_to_token_p50_s"),
+        "cold_start_s": plain.get("cold_start_s"),
+        "equal": early.get("equal_streams") == early.get("all_streams") if early.get("all_streams") else None,
+        "throughput_ratio": None,
+    }
+    if "again" in plain and "again" in engine:
+        ratio = engine["again"]["tokens_per_s"] / plain["again"]["tokens_per_s"]
+        headline["throughput_ratio"] = round(ratio, 4)
+    return headline
