@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import pytest
@@ -16,6 +17,8 @@ from belayer.journal.columns import (
     unpack_logprobs,
     unpack_token_ids,
 )
+
+F32_MOST = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
@@ -32,6 +35,21 @@ def test_logprobs(logprobs: list[float]) -> None:
     assert unpack_logprobs(packed) == logprobs
 
 
+@given(st.lists(st.floats(allow_nan=False)))
+def test_a_logprob_is_rounded_to_f32_or_refused_but_never_becomes_infinite(logprobs: list[float]) -> None:
+    try:
+        back = unpack_logprobs(pack_logprobs(logprobs))
+    except InputError:
+        assert any(F32_MOST < abs(value) < math.inf for value in logprobs)
+    else:
+        assert [math.isinf(value) for value in back] == [math.isinf(value) for value in logprobs]
+
+
+def test_any_iterable_will_do() -> None:
+    assert unpack_logprobs(pack_logprobs(-n / 2 for n in range(3))) == [0.0, -0.5, -1.0]
+    assert unpack_token_ids(pack_token_ids(range(3))) == [0, 1, 2]
+
+
 @given(st.lists(st.sampled_from([0, 1, True, False])))
 def test_loss_mask(mask: list[int]) -> None:
     assert list(pack_loss_mask(mask)) == mask
@@ -43,7 +61,7 @@ def test_what_is_no_token_id_is_refused(bad: list) -> None:
         pack_token_ids(bad)
 
 
-@pytest.mark.parametrize("bad", [["x"], [None]])
+@pytest.mark.parametrize("bad", [["x"], [None], [1e39], [-1e39], [-3.5e38], [10**400]])
 def test_what_is_no_logprob_is_refused(bad: list) -> None:
     with pytest.raises(InputError, match="logprobs"):
         pack_logprobs(bad)
