@@ -41,7 +41,8 @@ def actors(
         str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")
     ] = "everysec",
     owner_pid: Annotated[
-        int | None, typer.Option(help="End when this process has ended. The engines end with it too.")
+        int | None,
+        typer.Option(envvar="BELAYER_OWNER_PID", help="End when this process has ended. The engines end with it too."),
     ] = None,
     run: Annotated[
         str | None, typer.Option(help="The owner's run: removed, with all it created, before we end.")
