@@ -71,7 +71,7 @@ class Trajectory:
         self._buffer = _Buffer()
         self._lock = asyncio.Lock()
         self._timer: asyncio.Task[None] | None = None
-        self._unsettled: AnyEvent | None = None
+        self._unsettled: tuple[AnyEvent, ...] = ()
 
     @classmethod
     async def open(
@@ -154,10 +154,17 @@ class Trajectory:
             self._timer = asyncio.create_task(self._flush_later())
 
     async def finish_generation(self, finish_reason: str) -> None:
-        """End the generation; all its tokens are in the journal when this returns."""
-        await self.flush()
-        current = self._generation()
-        await self._append(GenerationFinished(current.number, current.count, finish_reason))
+        """End the generation. Its last tokens and its end are one append: nobody resumes after a stop token."""
+        self._stop_timer()
+        async with self._lock:
+            if any(isinstance(event, GenerationFinished) for event in await self._settle()):
+                return
+            while len(self._buffer.token_ids) > self._chunk_tokens:
+                await self._append_locked(self._next_chunk())
+            last = [self._next_chunk()] if self._buffer.token_ids else []
+            current = self._generation()
+            count = current.count + sum(chunk.count for chunk in last)
+            await self._append_locked(*last, GenerationFinished(current.number, count, finish_reason))
 
     async def start_action(self, command: str, timeout_s: float, sandbox_incarnation: str) -> int:
         """Record the intent to run an action, before it runs; its number. After a resume: the number in flight.
@@ -229,34 +236,42 @@ class Trajectory:
         async with self._lock:
             await self._append_locked(event)
 
-    async def _append_locked(self, event: AnyEvent) -> None:
+    async def _append_locked(self, *events: AnyEvent) -> None:
         await self._settle()
-        if problem := problem_of(self.state, event):
-            raise ProtocolError(f"{self._writer.stream}: {problem}")
-        self._unsettled = event
-        await self._writer.append(event)
+        state = self.state
+        for sequence, event in enumerate(events, state.sequence + 1):
+            if problem := problem_of(state, event):
+                raise ProtocolError(f"{self._writer.stream}: {problem}")
+            state = evolve(state, sequence, event)
+        self._unsettled = events
+        await self._writer.append(*events)
         await self._settle()
 
-    async def _settle(self) -> None:
-        """Bring the state up to an append whose reply was lost before."""
-        if self._unsettled is not None:
-            sequence = await self._writer.retry()
-            self.state = evolve(self.state, sequence, self._unsettled)
-            self._unsettled = None
+    async def _settle(self) -> tuple[AnyEvent, ...]:
+        """Bring the state up to an append whose reply was lost before; its events."""
+        events = self._unsettled
+        if events:
+            last = await self._writer.retry()
+            for sequence, event in enumerate(events, last - len(events) + 1):
+                self.state = evolve(self.state, sequence, event)
+            self._unsettled = ()
+        return events
 
     async def _flush(self, whole_chunks_only: bool) -> None:
         async with self._lock:
             await self._settle()
             while waiting := len(self._buffer.token_ids):
-                count = min(waiting, self._chunk_tokens)
-                if whole_chunks_only and count < self._chunk_tokens:
+                if whole_chunks_only and waiting < self._chunk_tokens:
                     break
-                generation = self._generation()
-                version = self._buffer.weight_version
-                token_ids, logprobs, loss_mask = self._buffer.take(count)
-                await self._append_locked(
-                    TokensAppended(generation.number, generation.count, count, token_ids, logprobs, loss_mask, version)
-                )
+                await self._append_locked(self._next_chunk())
+
+    def _next_chunk(self) -> TokensAppended:
+        """Take the next tokens out of the buffer, at most a chunk of them."""
+        generation = self._generation()
+        count = min(len(self._buffer.token_ids), self._chunk_tokens)
+        version = self._buffer.weight_version
+        token_ids, logprobs, loss_mask = self._buffer.take(count)
+        return TokensAppended(generation.number, generation.count, count, token_ids, logprobs, loss_mask, version)
 
     async def _flush_later(self) -> None:
         await asyncio.sleep(self._chunk_s)

@@ -163,6 +163,21 @@ class LosesReplies(MemoryStore):
             raise JournalUnavailableError("here", 0.0, "the reply was lost")
 
 
+async def test_a_generation_ends_in_one_append_with_its_last_tokens_also_when_the_reply_is_lost() -> None:
+    store = LosesReplies()
+    trajectory = await begun(store, chunk_tokens=4)
+    await trajectory.begin_generation()
+    await trajectory.append_tokens([1, 2, 3, 4, 5, 6], [0.0] * 6)
+    before = len(await store.read(T))
+    store.losses = 1
+    with pytest.raises(JournalUnavailableError):
+        await trajectory.finish_generation("stop")
+    await trajectory.finish_generation("stop")
+    await trajectory.finish("done")
+    assert [entry.count for entry in (await store.read(T))[before:]] == [2, 1]
+    assert [chunk.count for chunk in await chunks(store)] == [4, 2]
+
+
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=12))
 def test_a_lost_reply_neither_loses_nor_doubles_a_token(parts: list[tuple[int, bool]]) -> None:
     async def run() -> None:

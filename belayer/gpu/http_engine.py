@@ -59,7 +59,8 @@ class HttpEngine:
 
     async def _generate(self, body: dict[str, Any]) -> AsyncGenerator[TokenBatch]:
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            # One connection a stream, however many: how many run at once is the engine's to decide.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._silence_s, sock_read=self._silence_s)
         received = 0
         try:
@@ -159,6 +160,7 @@ def _body(request: str, prefix: Sequence[int], sampling: Sampling) -> dict[str, 
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "stop_token_ids": list(sampling.stop_token_ids),
+            **sampling.others,
         },
         "return_logprob": True,
         "stream": True,

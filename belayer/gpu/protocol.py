@@ -6,18 +6,19 @@ breaks its stream is an EngineFailedError, never a token.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """SGLang's sampling parameters that Belayer must keep across a resume."""
+    """SGLang's sampling parameters that Belayer must keep across a resume; `others` are passed on as they are."""
 
-    max_new_tokens: int = 4096
+    max_new_tokens: int | None = 4096
     temperature: float = 0.0
     stop_token_ids: Sequence[int] = ()
+    others: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, slots=True)
