@@ -1,6 +1,10 @@
 """Keeps folded states warm, so that looking at a stream costs only what is new on it.
 
 Looking never takes an epoch: whoever then wants to act takes the stream over and decides on the fold that this gives.
+
+A server that lost events (a crash in mode everysec, a failover) may have other ones in their place. What was kept warm
+then does not hang together with what comes, so it is forgotten and the stream is read again from its start; only a
+stream that is damaged in itself raises DamagedJournalError.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from belayer.errors import DamagedJournalError
 from belayer.ids import StreamId
 from belayer.journal.codec import Recorded
 from belayer.journal.store import JournalStore
@@ -52,5 +57,9 @@ class Projector(Generic[S]):
         else:
             self._warm.move_to_end(name)
         async with warm.lock:
-            warm.state = self._fold(await warm.reader.catch_up(), warm.state)
+            try:
+                warm.state = self._fold(await warm.reader.catch_up(), warm.state)
+            except DamagedJournalError:
+                warm.reader, warm.state = Reader(self._store, warm.reader.stream), self._empty
+                warm.state = self._fold(await warm.reader.catch_up(), warm.state)
         return warm.state

@@ -14,6 +14,7 @@ from belayer.ids import StreamId
 from belayer.journal.address import parse_address
 from belayer.journal.codec import Recorded
 from belayer.journal.connect import open_store
+from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import GenerationStarted
 from belayer.journal.redis_store import RedisStore
 from belayer.journal.server import Server
@@ -69,6 +70,15 @@ def generation(number: int) -> GenerationStarted:
 async def stored(store: JournalStore, stream: StreamId = T) -> list[Recorded]:
     """Everything in the stream, its chain checked."""
     return [recorded async for recorded in read_events(store, stream)]
+
+
+async def lose_the_last_entry(server: EmbeddedServer) -> None:
+    """What a crash of the machine does in mode everysec: the newest entry was never written to disk."""
+    await server.stop()
+    (aof,) = (server.folder / "appendonlydir").glob("*.incr.aof")
+    data = aof.read_bytes()
+    aof.write_bytes(data[: data.rindex(b"*6\r\n$4\r\nXADD")])
+    await server.start()
 
 
 class Proxy:

@@ -14,7 +14,7 @@ from belayer.errors import CodecError, DamagedJournalError, FencedError, Journal
 from belayer.journal.batching import GROUPS
 from belayer.journal.embedded import EmbeddedServer, shipped_server
 from belayer.journal.writer import StreamWriter, take_over
-from tests.journal.faults import Proxy, T, command, generation, opened, stored, written
+from tests.journal.faults import Proxy, T, command, generation, lose_the_last_entry, opened, stored, written
 from tests.waiting import until
 
 
@@ -231,15 +231,6 @@ async def test_a_server_killed_in_mid_append_and_restarted(tmp_path: Path, durab
             if durability == "fsync":
                 assert len(events) + 1 >= acknowledged[writer.stream]
         await store.close()
-
-
-async def lose_the_last_entry(server: EmbeddedServer) -> None:
-    """What a crash of the machine does in mode everysec: the newest entry was never written to disk."""
-    await server.stop()
-    (aof,) = (server.folder / "appendonlydir").glob("*.incr.aof")
-    data = aof.read_bytes()
-    aof.write_bytes(data[: data.rindex(b"*6\r\n$4\r\nXADD")])
-    await server.start()
 
 
 async def test_lost_acknowledged_events_are_found_not_papered_over(server: EmbeddedServer) -> None:
