@@ -74,6 +74,7 @@ class Capture:
         self._traits = "" if self._owner is None else self._owner.traits
         self._cancelled = threading.Event()
         self._noise = ""
+        self._mounts: dict[str, str] = {}
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -149,8 +150,11 @@ class Capture:
             layer.prepare()
             self._stop_if_cancelled()
             self._await_idle()
-            mounts = external_mounts(self._incarnation.pid)
-            target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts, self._watched())
+            mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id)
+            self._mounts = mounts.sources
+            target = Target(
+                self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, self._watched()
+            )
             held = [self._incarnation.pid]  # until CRIU holds them, others come and go
 
             def when_held() -> None:
@@ -242,6 +246,7 @@ class Capture:
             frozen_s=frozen_s,
             noise=self._noise,
             traits=self._traits,
+            mounts=self._mounts,
             images={
                 path.name: (path.stat().st_size, file_digest(path)) for path in sorted((folder / IMAGES).iterdir())
             },

@@ -22,6 +22,7 @@ from belayer.sandbox.docker_sandbox import DockerSandbox
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import fill
 from belayer.sandbox.manifest import IMAGES, LAYER, RUNNER_STATE, Manifest, read_index
+from belayer.sandbox.mounts import criu_settings
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import Incarnation
 from belayer.sandbox.quiet import traits
@@ -80,6 +81,7 @@ class Maker:
             return _incarnation(self._containers.start(made.id))
         work = self._home.restore_folder(name)
         work.mkdir(mode=0o700)
+        (work / "criu.conf").write_text(criu_settings(manifest.mounts, made.id, work / "empty"))
         images = checkpoint / IMAGES
         if not lazy.is_worth_it(size for image, (size, _) in manifest.images.items() if image.startswith("pages-")):
             return _incarnation(self._containers.restore(made.id, images, work, lazily=False))

@@ -39,6 +39,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Why the processes were dumped; empty: there was nothing but the idle runner, and no image was needed."""
     traits: str
     """Of process 1 when it was fresh; see `quiet.py`."""
+    mounts: dict[str, str]
+    """What a restore must provide besides what runc does; see `mounts.py`."""
     images: dict[str, tuple[int, str]]
     """CRIU's files: name -> (bytes, digest)."""
     layer_entries: int

@@ -3,9 +3,10 @@
 # requested is restored from its images instead of created.
 #
 # Docker's own way (`docker start --checkpoint`) packs and copies the images three times on their way to CRIU. Here the
-# request is a file named after the container, BELAYER_HOME/restore/ID, of three lines: the images' folder, a folder for
-# logs, and more options for `runc restore`. `create` restores; `start`, which follows, finds the request, removes it and
-# has nothing to do. Whatever fails is runc's to say: its messages and exit status are passed on.
+# request is a file named after the container, BELAYER_HOME/restore/ID, of three lines: the images' folder, a folder with
+# CRIU's settings (criu.conf) for its logs, and more options for `runc restore`. `create` restores; `start`, which
+# follows, finds the request, removes it and has nothing to do. Whatever fails is runc's to say: its messages and exit
+# status are passed on.
 set -eu
 home=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="$home/criu:$PATH"
@@ -14,6 +15,7 @@ for id in "$@"; do :; done
 request=$home/restore/${id:-none}
 [ -f "$request" ] || exec runc "$@"
 { read -r images; read -r work; read -r options; } < "$request"
+export CRIU_CONFIG_FILE="$work/criu.conf"
 
 verb=
 count=$#

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
 from belayer.errors import RestoreFailedError
+from belayer.journal.events import SandboxSpec
 from belayer.sandbox.manifest import FILE_NAME, boot_id, read_manifest
-from tests.sandbox.conftest import Bench
+from tests.sandbox.conftest import IMAGE, Bench
 
 pytestmark = pytest.mark.sandbox
 
@@ -95,6 +97,33 @@ async def test_docker_knows_a_restored_container(bench: Bench) -> None:
     assert "ended" in await asyncio.wait_for(waiting, 10.0)
 
 
+async def test_limits_hold_after_a_restore(bench: Bench) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/testbed", memory_bytes=200 << 20, cpus=1.5)
+    live = await bench.create(spec)
+    await live.sh("sleep 1000 & mkdir /dev/shm/kept")
+    before = cgroups(live.incarnation.pid)
+    checkpoint = await live.checkpoint()
+    await live.sandbox.close()
+    await bench.host.remove(live.incarnation.name)
+    back = await bench.restore(checkpoint, 1, spec)
+    sleeper = int(Path(f"/proc/{back.incarnation.pid}/task/{back.incarnation.pid}/children").read_text())
+    now = cgroups(back.incarnation.pid)
+    assert {controller: path.replace(back.incarnation.container_id, "ID") for controller, path in now.items()} == {
+        controller: path.replace(live.incarnation.container_id, "ID") for controller, path in before.items()
+    }
+    assert cgroups(sleeper) == now
+    limit = await back.sh(
+        "cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null || true"
+    )
+    assert limit.split() == [str(200 << 20)]
+    await back.sh("touch /proc/acpi/x /proc/sys/x /sys/x /.belayer/runner.py", status=1)
+
+
+def cgroups(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return {controller: path for _, controller, path in (line.split(":", 2) for line in lines)}
+
+
 async def docker(*arguments: str) -> str:
     process = await asyncio.create_subprocess_exec("docker", *arguments, stdout=-1, stderr=-1)
     out, err = await asyncio.wait_for(process.communicate(), 30.0)
@@ -127,6 +156,8 @@ async def test_ten_cycles_lose_nothing(bench: Bench, kind: str) -> None:
         await live.sh(f"echo {cycle} >> log; rm -f n; echo go > q; until [ -s n ]; do :; done")
         live = await live.kill_and_restore(await live.checkpoint())
     assert (await live.sh("cat log n")).split() == [str(n) for n in [*range(1, 11), 10]]
+    for masked in ("/proc/acpi", "/sys/firmware", "/proc/sys", "/sys/fs/cgroup/memory"):
+        assert "Read-only" in await live.sh(f"mkdir {masked}/x 2>&1 || true"), masked
 
 
 async def test_what_a_checkpoint_says_of_itself(bench: Bench) -> None:
