@@ -3,7 +3,7 @@
 Order: refuse what would not be captured whole; copy the layer while it may still move; freeze; verify, frozen, that the
 runner is idle after the expected action and that no process is outside its tree; dump the processes, unless there is
 nothing but the idle runner; make the copy of the layer exact, the processes still held; thaw, whatever happened; and
-only then digests, fsync, manifest, rename. When there are processes CRIU does the freezing, after its own preparations.
+only then digests, fsync, manifest, rename.
  Should this process die at any point, its lock goes with it: the next to
 look thaws the container, and the folder, never published, is removed.
 """
@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
 from belayer.processes import is_alive
@@ -75,6 +76,7 @@ class Capture:
         self._cancelled = threading.Event()
         self._noise = ""
         self._mounts: dict[str, str] = {}
+        self._frozen_at = 0.0
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -121,63 +123,68 @@ class Capture:
         if self._noise:
             return 0.0
         layer.prepare()
-        for _ in range(FREEZE_TRIES):
-            self._stop_if_cancelled()
-            began = time.monotonic()
-            freezer.freeze(self._incarnation.name)
-            try:
-                if self._marker() != ("busy", self._action):
-                    held = freezer.processes()
-                    self._verify(held)
-                    self._noise = self._noise_among(held)
-                    if not self._noise:
-                        layer.settle(())
-                        return time.monotonic() - began
-            finally:
-                freezer.thaw()
+        try:
+            held = self._freeze(freezer)
+            self._noise = self._noise_among(held)
             if self._noise:
                 return 0.0
-            self._await_idle()  # it is just answering somebody
-        raise CheckpointRefusedError(self._incarnation.name, "its runner is too busy answering")
+            layer.settle(())
+        finally:
+            freezer.thaw()
+        return time.monotonic() - self._frozen_at
 
     def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path, deadline: float) -> float:
-        """Let CRIU freeze and dump the processes, and settle the layer while it holds them; the frozen time."""
+        """Let CRIU dump the frozen processes, and settle the layer while it holds them; the frozen time."""
         self._refuse_obstacles(freezer.processes(), held=False)
         if not lazy.wait(self._home.restore_folder(self._incarnation.name), LAZY_S):
             raise CheckpointRefusedError(self._incarnation.name, "its memory is still on its way from the last restore")
+        mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id)
+        self._mounts = mounts.sources
+        target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, self._watched())
+        held = [self._incarnation.pid]  # until they are frozen, others come and go
         with self._criu.worker(keep_open=[lock]) as worker:
             mapped = mapped_inodes(freezer.processes())
             layer.prepare()
-            self._stop_if_cancelled()
-            self._await_idle()
-            mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id)
-            self._mounts = mounts.sources
-            target = Target(
-                self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, self._watched()
-            )
-            held = [self._incarnation.pid]  # until CRIU holds them, others come and go
 
-            def when_held() -> None:
-                held[:] = freezer.processes()
-                self._verify(held)
-                self._refuse_obstacles(held, held=True)
-                self._stop_if_cancelled()
+            def when_ready() -> None:
+                held[:] = self._freeze(freezer)
+                self._refuse_obstacles(held, held=False)
 
             def before_release() -> None:
                 self._stop_if_cancelled()
                 layer.settle(mapped | mapped_inodes(held))
 
             try:
-                return worker.dump(
+                worker.dump(
                     target,
                     images,
                     max(1.0, deadline - time.monotonic()),
-                    when_held,
+                    when_ready,
                     before_release,
                     still_wanted=lambda: _in_the_way(held),
                 )
             finally:
                 freezer.thaw()
+        return time.monotonic() - self._frozen_at
+
+    def _freeze(self, freezer: Freezer) -> list[int]:
+        """Freeze the container and verify, with everything stopped, that this is the boundary that was asked for, and
+        all of it; its processes. The runner may just be answering somebody: then it is let finish, a few times."""
+        for _ in range(FREEZE_TRIES):
+            self._await_idle()
+            self._stop_if_cancelled()
+            self._frozen_at = time.monotonic()
+            freezer.freeze(self._incarnation.name)
+            self._alive_freezer()
+            marker = self._marker()
+            if marker == ("idle", self._action):
+                held = freezer.processes()
+                self._refuse_outsiders(held)
+                return held
+            if marker != ("busy", self._action):
+                self._refuse_marker(marker)
+            freezer.thaw()
+        raise CheckpointRefusedError(self._incarnation.name, "its runner is too busy answering")
 
     def _watched(self) -> list[str]:
         workdir = "/" if self._owner is None else self._owner.spec.workdir
@@ -188,23 +195,17 @@ class Capture:
             return "System V objects"
         return noise(self._incarnation.pid, held, self._traits)
 
-    def _verify(self, held: list[int]) -> None:
-        """With everything stopped: is this the boundary that was asked for, and all of it?"""
-        self._alive_freezer()
-        marker = self._marker()
-        if marker != ("idle", self._action):
-            raise CheckpointRefusedError(self._incarnation.name, f"it is {_in_words(marker)}, not after {self._action}")
-        self._refuse_outsiders(held)
-
     def _await_idle(self) -> None:
         settled = time.monotonic() + SETTLE_S
         while (marker := self._marker()) != ("idle", self._action):
             passed = marker is not None and (marker[1] > self._action or marker[0] == "idle")
             if passed or time.monotonic() > settled:
-                raise CheckpointRefusedError(
-                    self._incarnation.name, f"it is {_in_words(marker)}, not after {self._action}"
-                )
+                self._refuse_marker(marker)
             time.sleep(POLL_S)
+
+    def _refuse_marker(self, marker: tuple[str, int] | None) -> NoReturn:
+        found = "not started" if marker is None else f"{marker[0]} with action {marker[1]}"
+        raise CheckpointRefusedError(self._incarnation.name, f"it is {found}, not after {self._action}")
 
     def _marker(self) -> tuple[str, int] | None:
         return read_marker(self._home.control_folder(self._incarnation.name))
@@ -268,7 +269,3 @@ def _in_the_way(held: list[int]) -> str | None:
         if is_dying(pid):
             return f"process {described(pid)} was killed meanwhile"
     return None
-
-
-def _in_words(marker: tuple[str, int] | None) -> str:
-    return "not started" if marker is None else f"{marker[0]} with action {marker[1]}"

@@ -24,6 +24,7 @@ RUN_LABEL = "belayer.run"
 TRAJECTORY_LABEL = "belayer.trajectory"
 HOME_LABEL = "belayer.home"
 CALL_TIMEOUT_S = 60
+REMOVE_TRIES = 3
 RUNTIME = "belayer"
 RESTORE_OPTIONS = ("--tcp-established", "--file-locks", "--ext-unix-sk", "--empty-ns network")
 """For `runc restore`; they go with the options of the dump in `criu.py`."""
@@ -169,16 +170,19 @@ class Containers:
 
     def remove(self, name: str) -> None:
         """Kill and remove it. None there, or one that is being removed, is fine."""
-        from docker.errors import NotFound
+        from docker.errors import APIError, NotFound
 
         with self._errors():
-            try:
-                self._api().remove_container(name, force=True, v=True)
-            except NotFound:
-                return
-            except Exception as error:
-                if "already in progress" not in str(error):
-                    raise
+            for tries_left in reversed(range(REMOVE_TRIES)):
+                try:
+                    self._api().remove_container(name, force=True, v=True)
+                except NotFound:
+                    return
+                except APIError as error:
+                    if "already in progress" in str(error):
+                        return
+                    if tries_left == 0:  # it may have died just when Docker was about to kill it
+                        raise
 
     def names(self, run: str | None = None) -> list[str]:
         """Our containers, dead or alive, of this folder and, if given, of one run."""

@@ -154,18 +154,19 @@ class Worker:
         target: Target,
         images: Path,
         timeout_s: float,
-        when_held: Callable[[], object],
+        when_ready: Callable[[], object],
         before_release: Callable[[], object],
         still_wanted: Callable[[], str | None],
-    ) -> float:
-        """Freeze the processes, dump them into the folder `images` and leave them as they were; how long they stood.
+    ) -> None:
+        """Dump the processes into the folder `images` and leave them as they were; thawing them is the caller's.
 
-        `when_held` is called when all processes are held, `before_release` when all is dumped and they are still held;
-        an OSError or SandboxError of theirs ends the dump and is raised again. `still_wanted` is asked now and then; a
+        `when_ready` is called when CRIU has made its preparations, and freezes them (CRIU itself would look only every
+        0.1 s whether it is done); `before_release` is called when all is dumped and they are still held. An OSError or
+        SandboxError of theirs ends the dump and is raised again. `still_wanted` is asked now and then; a
         reason that it returns ends the dump. (A held process that is killed cannot die, and CRIU would wait for it:
         somebody has to look.) CriuError, with its log, when CRIU does not do it.
         """
-        steps = {"network-lock": when_held, "post-dump": before_release}
+        steps = {"pre-dump": when_ready, "post-dump": before_release}
         folder = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             request = self._messages.criu_req(type=self._messages.DUMP)
@@ -194,7 +195,7 @@ class Worker:
             for mount, name in target.external_mounts.items():
                 options.ext_mnt.add(key=mount, val=name)
             (images / "descriptors.json").write_text(json.dumps(_standard_descriptors(target.pid)))
-            return self._talk(request, images, timeout_s, steps, still_wanted)
+            self._talk(request, images, timeout_s, steps, still_wanted)
         finally:
             os.close(folder)
 
@@ -205,15 +206,12 @@ class Worker:
         timeout_s: float,
         steps: Mapping[str, Callable[[], object]],
         still_wanted: Callable[[], str | None],
-    ) -> float:
+    ) -> None:
         failure: Exception | None = None
-        began = time.monotonic()
         try:
             self._socket.send(request.SerializeToString())
             while (reply := self._receive(timeout_s, still_wanted)).type == self._messages.NOTIFY:
-                if reply.notify.script == "pre-dump":
-                    began = time.monotonic()  # the last that is heard of CRIU before it freezes
-                elif reply.notify.script in steps:
+                if reply.notify.script in steps:
                     failure = _failure_of(steps[reply.notify.script])
                 answer = self._messages.criu_req(type=self._messages.NOTIFY, notify_success=failure is None)
                 self._socket.send(answer.SerializeToString())
@@ -226,7 +224,6 @@ class Worker:
             raise failure
         if reply.type != request.type or not reply.success:
             raise CriuError(f"CRIU failed{errors_in(images / LOG_FILE)}")
-        return time.monotonic() - began
 
     def _receive(self, timeout_s: float, still_wanted: Callable[[], str | None]) -> Any:
         deadline = time.monotonic() + timeout_s

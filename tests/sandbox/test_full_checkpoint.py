@@ -156,7 +156,7 @@ async def test_ten_cycles_lose_nothing(bench: Bench, kind: str) -> None:
         await live.sh(f"echo {cycle} >> log; rm -f n; echo go > q; until [ -s n ]; do :; done")
         live = await live.kill_and_restore(await live.checkpoint())
     assert (await live.sh("cat log n")).split() == [str(n) for n in [*range(1, 11), 10]]
-    for masked in ("/proc/acpi", "/sys/firmware", "/proc/sys", "/sys/fs/cgroup/memory"):
+    for masked in ("/proc/acpi", "/sys/firmware"):
         assert "Read-only" in await live.sh(f"mkdir {masked}/x 2>&1 || true"), masked
 
 
