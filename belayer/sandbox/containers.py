@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from belayer import ids
 from belayer.errors import HostUnfitError, SandboxError
 from belayer.sandbox.criu import errors_in
 from belayer.sandbox.owner import Owner
+from belayer.sandbox.runtime import Runtime
 
 if TYPE_CHECKING:
     import docker
@@ -56,7 +56,7 @@ class Containers:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._client: docker.APIClient | None = None
-        self._runtime: Path | None = None
+        self._runtime: Runtime | None = None
 
     def check(self) -> None:
         """HostUnfitError unless Docker is there, uses overlay2 and knows our runtime."""
@@ -73,8 +73,9 @@ class Containers:
                 f'add `"runtimes": {{"{RUNTIME}": {{"path": "{path}"}}}}` to /etc/docker/daemon.json and send dockerd '
                 "SIGHUP, or start it with `scripts/dockerd.sh start`",
             )
-        self._runtime = Path(info["Runtimes"][RUNTIME]["path"])
-        install_runtime(self._runtime)
+        self._runtime = Runtime(Path(info["Runtimes"][RUNTIME]["path"]))
+        self._runtime.install()
+        self._runtime.remove_old()
 
     def close(self) -> None:
         if self._client is not None:
@@ -136,21 +137,16 @@ class Containers:
         return self.inspect(container_id)
 
     def restore(self, container_id: str, images: Path, work: Path, lazily: bool) -> Container:
-        """Start a created container from CRIU's images, by way of our runtime (`runtime.sh`). Logs go to `work`.
+        """Start a created container from CRIU's images, by way of our runtime. Logs go to `work`.
 
         `lazily`: a lazy-pages daemon listens in `work`.
         """
-        requests = self._runtime_home() / "restore"
-        request = requests / container_id
-        requests.mkdir(mode=0o700, exist_ok=True)
         options = [*RESTORE_OPTIONS, "--lazy-pages"] if lazily else RESTORE_OPTIONS
-        request.write_text(f"{images}\n{work}\n{' '.join(options)}\n")
         try:
-            return self.start(container_id)
+            with self._our_runtime().restoring(container_id, images, work, options):
+                return self.start(container_id)
         except DockerRefusedError as error:
             raise DockerRefusedError(f"{error}{errors_in(work / 'restore.log')}") from None
-        finally:
-            request.unlink(missing_ok=True)
 
     def inspect(self, name: str) -> Container:
         """DockerRefusedError when there is none."""
@@ -193,11 +189,11 @@ class Containers:
             found = self._api().containers(all=True, filters={"label": labels})
         return sorted(names[0].lstrip("/") for each in found if (names := each.get("Names")))
 
-    def _runtime_home(self) -> Path:
-        """The folder whose runtime Docker knows; another than ours in tests."""
+    def _our_runtime(self) -> Runtime:
+        """The one that Docker knows; it lies in another folder than ours in tests."""
         if self._runtime is None:
-            self._runtime = Path(self._info()["Runtimes"][RUNTIME]["path"])
-        return self._runtime.parents[1]
+            self._runtime = Runtime(Path(self._info()["Runtimes"][RUNTIME]["path"]))
+        return self._runtime
 
     def _info(self) -> dict[str, Any]:
         with self._errors():
@@ -230,19 +226,6 @@ class Containers:
             raise DockerRefusedError(f"no answer within {CALL_TIMEOUT_S} s") from None
         except (docker.errors.DockerException, requests.exceptions.ConnectionError) as error:
             raise HostUnfitError("Docker", f"no daemon answers ({error})", START_DAEMON) from None
-
-
-def install_runtime(path: Path) -> None:
-    """Put our runtime where Docker looks for it, unless it is there. By rename: a container may be using it."""
-    script = Path(__file__).with_name("runtime.sh").read_bytes()
-    with suppress(FileNotFoundError):
-        if path.read_bytes() == script and os.access(path, os.X_OK):
-            return
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}-{ids.new_suffix()}")
-    new.write_bytes(script)
-    new.chmod(0o755)
-    new.rename(path)
 
 
 def _is_image(found: Mapping[str, Any], image: str) -> bool:

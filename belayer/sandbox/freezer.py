@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from belayer.errors import HostUnfitError, SandboxFailedError
+from belayer.sandbox.mounts import mounted
 
 POLL_S = 0.0002
 
@@ -107,14 +108,11 @@ def _checked(mount: Path, path: str, version: int) -> Freezer | None:
 
 
 def _cgroup_mounts() -> dict[str, Path]:
-    """Controller name -> where it is mounted; "" is cgroup v2. proc(5), mountinfo."""
+    """Controller name -> where it is mounted; "" is cgroup v2."""
     mounts: dict[str, Path] = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        where = Path(before.split(" ")[4])
-        if kind == "cgroup2":
-            mounts.setdefault("", where)
-        elif kind == "cgroup" and "freezer" in options.split(","):
-            mounts.setdefault("freezer", where)
+    for mount in mounted("self"):
+        if mount.kind == "cgroup2":
+            mounts.setdefault("", Path(mount.where))
+        elif mount.kind == "cgroup" and "freezer" in mount.options.split(","):
+            mounts.setdefault("freezer", Path(mount.where))
     return mounts

@@ -4,7 +4,8 @@
   runc's restore provides them under the names that its own checkpoint gives them. Source: runc 1.1,
   libcontainer/container_linux.go, Checkpoint and addMaskPaths.
 - cgroup hierarchies: runc would provide those of whoever calls it, hence of the daemon, and the container would see the
-  host's; we name them ourselves and say at the restore where the new container's own are.
+  host's; we name them ourselves and say at the restore where the new container's own are. Where: as the host has them
+  mounted, and not where another CRIU at work has mounted them for itself for a moment.
 - Folders that Docker masks with an empty read-only tmpfs: an empty folder of the host does as well.
 
 Mounts are read from mountinfo, proc(5).
@@ -20,6 +21,26 @@ CONTAINER = "{container}"
 MASKED = ("/proc/", "/sys/firmware", "/sys/devices/")
 
 
+CRIUS_OWN = "/.criu."
+"""In the names of the mounts that every CRIU makes for itself and takes away again, in the host's namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    device: str
+    root: str
+    """The mounted folder within its file system."""
+    where: str
+    kind: str
+    options: str
+
+    @property
+    def is_cgroup(self) -> bool:
+        return self.kind in ("cgroup", "cgroup2")
+
+
 @dataclass(frozen=True, slots=True)
 class External:
     """Mount points in the container and their names in the images; what runc does not know how to provide."""
@@ -31,21 +52,22 @@ class External:
 
 def external_mounts(pid: int, container_id: str) -> External:
     """As the container's process 1 sees them."""
-    ours = {device: where for device, root, where, kind in _mounts("self") if root == "/" and "cgroup" in kind}
+    ours = {mount.device: mount.where for mount in reversed(mounted("self")) if mount.root == "/" and mount.is_cgroup}
     names: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for device, root, where, kind in _mounts(str(pid)):
+    for mount in mounted(str(pid)):
+        where = mount.where
         if where == "/":
             continue
-        if kind in ("cgroup", "cgroup2") and device in ours and container_id in root:
+        if mount.is_cgroup and mount.device in ours and container_id in mount.root:
             names[where] = "belayer" + where.replace("/", "-")
-            sources[names[where]] = ours[device] + root.replace(container_id, CONTAINER)
-        elif root == "/null":
+            sources[names[where]] = ours[mount.device] + mount.root.replace(container_id, CONTAINER)
+        elif mount.root == "/null":
             names[where] = "/dev/null"
-        elif where.startswith(MASKED) and kind not in ("proc", "sysfs"):
+        elif where.startswith(MASKED) and mount.kind not in ("proc", "sysfs"):
             names[where] = "belayer" + where.replace("/", "-")  # a tmpfs, or what took its place in an earlier restore
             sources[names[where]] = ""
-        elif kind in ("cgroup", "cgroup2") or (root != "/" and kind not in ("proc", "sysfs", "tmpfs")):
+        elif mount.is_cgroup or (mount.root != "/" and mount.kind not in ("proc", "sysfs", "tmpfs")):
             names[where] = where
     return External(names, sources)
 
@@ -65,14 +87,16 @@ def criu_settings(sources: dict[str, str], container_id: str, empty: Path) -> st
     return settings
 
 
-def _mounts(process: str) -> list[tuple[str, str, str, str]]:
-    """Device, root in its file system, mount point and kind of each."""
+def mounted(process: str) -> list[Mount]:
+    """All that the process ("self", or a host pid) sees, in the order in which they were mounted."""
     found = []
     for line in Path(f"/proc/{process}/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split(" ")
         root, where = (_plain(field) for field in fields[3:5])
-        found.append((fields[2], root, where, after.split(" ", 1)[0]))
+        kind, _, options = after.split(" ", 2)
+        if CRIUS_OWN not in where:
+            found.append(Mount(fields[2], root, where, kind, options))
     return found
 
 

@@ -1,20 +1,17 @@
 #!/bin/sh
-# The OCI runtime that Docker uses for Belayer's containers: runc, except that a container for which a restore is
-# requested is restored from its images instead of created.
+# runtime.sh REQUEST ARGUMENTS: runc with these arguments, for a container that is to be restored from its images instead
+# of created. `launcher.sh` comes here.
 #
 # Docker's own way (`docker start --checkpoint`) packs and copies the images three times on their way to CRIU. Here the
-# request is a file named after the container, BELAYER_HOME/restore/ID, of three lines: the images' folder, a folder with
-# CRIU's settings (criu.conf) for its logs, and more options for `runc restore`. `create` restores; `start`, which
-# follows, finds the request, removes it and has nothing to do. Whatever fails is runc's to say: its messages and exit
-# status are passed on.
+# request is a file of four lines: this script's name, the images' folder, a folder with CRIU's settings (criu.conf) for
+# its logs, and more options for `runc restore`. `create` restores; `start`, which follows, finds the request, removes it
+# and has nothing to do. Whatever fails is runc's to say: its messages and exit status are passed on.
 set -eu
 home=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="$home/criu:$PATH"
-
-for id in "$@"; do :; done
-request=$home/restore/${id:-none}
-[ -f "$request" ] || exec runc "$@"
-{ read -r images; read -r work; read -r options; } < "$request"
+request=$1
+shift
+{ read -r _; read -r images; read -r work; read -r options; } < "$request"
 export CRIU_CONFIG_FILE="$work/criu.conf"
 
 verb=

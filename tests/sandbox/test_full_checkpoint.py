@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,29 @@ async def test_limits_hold_after_a_restore(bench: Bench) -> None:
     )
     assert limit.split() == [str(200 << 20)]
     await back.sh("touch /proc/acpi/x /proc/sys/x /sys/x /.belayer/runner.py", status=1)
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup hierarchy mounted as CRIU mounts it for itself for a moment."""
+    made = tmp_path / ".criu.cgyard.test"
+    made.mkdir()
+    kind = ["cgroup", "-o", "memory"] if Path("/sys/fs/cgroup/memory").exists() else ["cgroup2"]
+    subprocess.run(["mount", "-t", *kind, "none", str(made)], check=True)
+    try:
+        yield made
+    finally:
+        if made.is_mount():
+            subprocess.run(["umount", str(made)], check=True)
+
+
+async def test_cgroups_that_another_criu_has_mounted_are_not_the_hosts(bench: Bench, yard: Path) -> None:
+    live = await bench.create()
+    await live.sh("sleep 1000 &")
+    checkpoint = await live.checkpoint()
+    await asyncio.to_thread(subprocess.run, ["umount", str(yard)], check=True)
+    back = await live.kill_and_restore(checkpoint)
+    assert await back.sh("pgrep -c sleep") == "1\n"
 
 
 def cgroups(pid: int) -> dict[str, str]:
