@@ -5,8 +5,8 @@ two looks is how long it stood, measured by the one who stood. Ours, `docker che
 and `runc checkpoint` take turns, round by round, so that the machine's noise hits all of them; podman takes part where
 it is installed. Then ours alone: a quiet container (files only) with small and large layers, and its restore from a
 spare container. `freeze_ratio_256mb` compares the time of `docker checkpoint create`, after which its caller can go on,
-with how long ours stood; `stood_ratio_256mb` compares the two standing times. Medians and worst cases; the last line is one JSON object, all figures go to
-benchmarks/results/sandbox.json, and with matplotlib installed a plot beside it.
+with how long ours stood; `stood_ratio_256mb` compares the two standing times. Medians and worst cases; the last line
+is one JSON object, all figures go to benchmarks/results/sandbox.json, and with matplotlib installed a plot beside it.
 """
 
 from __future__ import annotations
