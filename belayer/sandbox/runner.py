@@ -333,16 +333,20 @@ def become(command, workdir, write_end):
 
 
 def kill_tree(pid):
-    """SIGKILL an action: its descendants, and whatever is left in its session or process group. No other action's."""
+    """SIGKILL an action: its descendants, and whatever is left in its session or process group. No other action's.
+
+    All are stopped before one is killed, so that none goes on with the next command because an earlier one has died.
+    """
     for _ in range(10):
         doomed = tree_of(pid)
         if not doomed:
             return
-        for victim in doomed:
-            try:
-                os.kill(victim, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for victim in doomed:
+                try:
+                    os.kill(victim, number)
+                except ProcessLookupError:
+                    pass
 
 
 def tree_of(root):
