@@ -10,6 +10,7 @@ from typing import NamedTuple
 from belayer.errors import InputError
 
 EVENT_ID_BYTES = 16
+_DRAWN_AT_ONCE = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 
@@ -20,6 +21,9 @@ class StreamKind(enum.StrEnum):
     SANDBOX = "sandbox"
     WORKER = "worker"
     RUN = "run"
+
+    __hash__ = str.__hash__
+    """Enum's own is a Python function, and stream ids are looked up for every append."""
 
 
 class StreamId(NamedTuple):
@@ -65,9 +69,19 @@ def run(name: str) -> StreamId:
     return StreamId(StreamKind.RUN, checked_name(name))
 
 
+_drawn: list[bytes] = []
+"""Event ids drawn ahead: asking the kernel for each costs more than encoding an event."""
+os.register_at_fork(after_in_child=_drawn.clear)
+
+
 def new_event_id() -> bytes:
     """16 random bytes: the identity under which an uncertain append is looked up again."""
-    return os.urandom(EVENT_ID_BYTES)
+    try:
+        return _drawn.pop()
+    except IndexError:
+        random = os.urandom(EVENT_ID_BYTES * _DRAWN_AT_ONCE)
+        _drawn.extend(random[at : at + EVENT_ID_BYTES] for at in range(EVENT_ID_BYTES, len(random), EVENT_ID_BYTES))
+        return random[:EVENT_ID_BYTES]
 
 
 def new_suffix() -> str:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Awaitable, Coroutine
+from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -48,12 +50,13 @@ class Lane:
         self._most_waiting_bytes = waiting_bytes
         self.waiting_bytes = 0
         self._queue: deque[Append] = deque()
-        self._under_way: dict[StreamId, Append] = {}
+        self._under_way: dict[bytes, Append] = {}
         self._room = asyncio.Condition()
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed: str | None = "the store is not open"
         """Why nothing is sent any more."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         """Connect once, so that a wrong address or an unfit server shows here, and begin to send."""
@@ -62,7 +65,8 @@ class Lane:
             await self._sender.linked(min(self._timeout_s, REPLY_S))
         except LinkLostError as error:
             raise self._unavailable(started, error.cause) from None
-        self._tasks = [asyncio.create_task(self._run(), name="belayer-lane") for _ in range(GROUPS)]
+        self._loop = asyncio.get_running_loop()
+        self._tasks = [self._loop.create_task(self._run(), name="belayer-lane") for _ in range(GROUPS)]
         for task in self._tasks:
             task.add_done_callback(self._ended)
         self._closed = None
@@ -77,30 +81,39 @@ class Lane:
             await asyncio.wait(tasks)
         self._sender.close()
 
-    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None) -> None:
-        """Store the entry; returns once it is as durable as the mode says."""
-        done: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
-        write = Append(stream, entry, notice_tag, self._keys.stream(stream), time.monotonic(), done)
-        if not self._has_room(write):
-            await self._wait_for_room(write)
-        self._submit(write)
-        await done
+    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None) -> Awaitable[Any]:
+        """Store the entry; to be awaited until it is as durable as the mode says.
 
-    async def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Entry | None:
+        No coroutine, because that would cost every append a tenth of its time.
+        """
+        key = self._keys.stream(stream)
+        write = Append(stream, key, entry, len(entry.body), time.monotonic(), self._new_future(), notice_tag)
+        return self._submit(write) if self._has_room(write) else self._submit_later(write)
+
+    def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Coroutine[Any, Any, Entry | None]:
         """Store the entry if `after` is the last one; None when done, else the entry that is last."""
-        done: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
-        write = TakeOver(stream, entry, after, self._keys.stream(stream), time.monotonic(), done)
-        if not self._has_room(write):
-            await self._wait_for_room(write)
-        self._submit(write)
-        return await done
+        key = self._keys.stream(stream)
+        write = TakeOver(stream, key, entry, len(entry.body), time.monotonic(), self._new_future(), after=after)
+        return self._submit_later(write)
 
-    def _submit(self, write: Append) -> None:
+    def _new_future(self) -> asyncio.Future[Entry | None]:
+        if self._loop is None:
+            raise self._unavailable(time.monotonic(), self._closed or "")
+        return self._loop.create_future()
+
+    def _submit(self, write: Append) -> asyncio.Future[Entry | None]:
         if self._closed is not None:
             raise self._unavailable(write.started, self._closed)
         self.waiting_bytes += write.size_bytes
         self._queue.append(write)
-        self._ready.set()
+        if not self._ready.is_set():
+            self._ready.set()
+        return write.done
+
+    async def _submit_later(self, write: Append) -> Entry | None:
+        if not self._has_room(write):
+            await self._wait_for_room(write)
+        return await self._submit(write)
 
     def _has_room(self, write: Append) -> bool:
         """A write that is larger than all the room there is goes alone."""
@@ -132,10 +145,10 @@ class Lane:
             write = queue.popleft()
             if write.done.done():
                 self.waiting_bytes -= write.size_bytes
-            elif write.stream in under_way:
+            elif write.key in under_way:
                 later.append(write)
             else:
-                under_way[write.stream] = write
+                under_way[write.key] = write
                 group.append(write)
                 size_bytes += write.size_bytes
         queue.extendleft(reversed(later))
@@ -168,7 +181,7 @@ class Lane:
     async def _release(self, group: list[Append]) -> None:
         """The group is settled: its streams may go on, and there is room again."""
         for write in group:
-            del self._under_way[write.stream]
+            del self._under_way[write.key]
             self.waiting_bytes -= write.size_bytes
         if self._queue:
             self._ready.set()

@@ -8,8 +8,8 @@ CodecError; an event tag of a newer version raises UnknownEventError; nothing is
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +42,8 @@ class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
     body: bytes
     digest: bytes = b""
     """Of the last event, when whoever made the entry had it at hand; it follows from the body."""
+    previous_digest: bytes = b""
+    """Of the event before the first one, likewise."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Entry) and (self.epoch, self.last_sequence, self.body) == (
@@ -83,7 +85,7 @@ UPCASTERS: dict[str, Callable[[list[Any]], list[Any]]] = {}
 
 def digest_of(envelope: bytes | memoryview) -> bytes:
     """blake2b-128 of an encoded envelope."""
-    return hashlib.blake2b(envelope, digest_size=DIGEST_BYTES).digest()
+    return blake2b(envelope, digest_size=DIGEST_BYTES).digest()
 
 
 def encode_entry(
@@ -95,18 +97,24 @@ def encode_entry(
     time_ns: int,
 ) -> tuple[Entry, bytes]:
     """The entry for events after `after_sequence`, and the digest of the last of them."""
-    if len(events) == 1:
-        (event_id,) = event_ids
-        encoded = _encoder.encode(Envelope(event_id, previous_digest, time_ns, events[0]))
-        digest = digest_of(encoded)
-        return Entry(epoch, after_sequence + 1, 1, _ARRAY_OF_ONE + encoded, digest), digest
+    digest = previous_digest
     envelopes: list[bytes] = []
     for event_id, event in zip(event_ids, events, strict=True):
-        encoded = _encoder.encode(Envelope(event_id, previous_digest, time_ns, event))
-        previous_digest = digest_of(encoded)
+        encoded = _encoder.encode(Envelope(event_id, digest, time_ns, event))
+        digest = digest_of(encoded)
         envelopes.append(encoded)
-    body = _array_header(len(envelopes)) + b"".join(envelopes)
-    return Entry(epoch, after_sequence + len(envelopes), len(envelopes), body, previous_digest), previous_digest
+    count = len(envelopes)
+    body = _array_header(count) + b"".join(envelopes)
+    return Entry(epoch, after_sequence + count, count, body, digest, previous_digest), digest
+
+
+def encode_event(
+    epoch: int, after_sequence: int, previous_digest: bytes, event: AnyEvent, event_id: bytes, time_ns: int
+) -> Entry:
+    """What `encode_entry` makes of one event, in less time: nearly all appends have one."""
+    encoded = _encoder.encode(Envelope(event_id, previous_digest, time_ns, event))
+    digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+    return Entry(epoch, after_sequence + 1, 1, _ARRAY_OF_ONE + encoded, digest, previous_digest)
 
 
 def split_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) -> list[msgspec.Raw]:

@@ -11,7 +11,7 @@ JournalUnavailableError.
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -82,7 +82,7 @@ class RedisStore:
         """How much is waiting to be stored, on all lanes."""
         return sum(lane.waiting_bytes for lane in self._lanes)
 
-    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Coroutine[Any, Any, None]:
+    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Awaitable[None]:
         return self._lanes[self._keys.shard_of(stream)].append(stream, entry, notice_tag)
 
     def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Coroutine[Any, Any, Entry | None]:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import hiredis
 
 from belayer.errors import JournalError, ServerRefusedError
-from belayer.ids import StreamId
 from belayer.journal.address import Address
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
@@ -43,7 +42,7 @@ class Sender:
         self._link: Link | None = None
         self._linking = asyncio.Lock()
         self._was_linked = False
-        self._tails: dict[StreamId, Tail] = {}
+        self._tails: dict[bytes, Tail] = {}
 
     async def attempt(self, group: Sequence[Append], timeout_s: float) -> str:
         """Try to store the writes, each of another stream; why some of them are still unsettled, if they are."""
@@ -90,13 +89,13 @@ class Sender:
         """One attempt at the group. Again when some writes must wait; LinkLostError when their outcome is unknown."""
         tails = self._tails
         found: list[Append] = []
-        if unknown := [write for write in group if not write.follows(tails.get(write.stream))]:
+        if unknown := [write for write in group if not write.follows(tails.get(write.key))]:
             found = await self._look(link, unknown, timeout_s)
             group = [write for write in group if not write.done.done() and write not in found]
         packed: list[bytes] = []
         count = 0
         for write in group:
-            write.pack(packed, self._keys, self._shard, tails.get(write.stream) == EMPTY)
+            write.pack(packed, self._keys, self._shard, tails.get(write.key) == EMPTY)
             count += write.replies
         packed += (confirm := self._confirm(timeout_s, bool(found)))
         replies = await link.exchange(packed, count + len(confirm), timeout_s)
@@ -105,7 +104,7 @@ class Sender:
             self._check_confirmed(replies[-1])
         if link is self._link:
             for write in stored:
-                tails[write.stream] = (write.entry.last_sequence, write.entry.digest)
+                tails[write.key] = (write.entry.last_sequence, write.entry.digest)
         if refused and (late := await self._look(link, refused, timeout_s)):
             if confirm := self._confirm(timeout_s, True):
                 self._check_confirmed((await link.exchange(confirm, len(confirm), timeout_s))[-1])
@@ -162,7 +161,7 @@ class Sender:
             try:
                 last, stored = self._entry(write, newest), self._entry(write, same_id)
                 if link is self._link:
-                    self._tails[write.stream] = EMPTY if last is None else (last.last_sequence, b"")
+                    self._tails[write.key] = EMPTY if last is None else (last.last_sequence, b"")
                 if stored is not None and stored.body == write.entry.body:
                     found.append(write)
                 elif error := check_chain(write.stream, write.entry, last):

@@ -11,7 +11,7 @@ Invariants that every implementation keeps, checked by one contract suite:
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -55,7 +55,7 @@ class JournalStore(Protocol):
         """The named mode: memory, everysec, fsync or replicated."""
         ...
 
-    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Coroutine[Any, Any, None]:
+    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Awaitable[None]:
         """Store the entry right after `entry.expected_sequence`; with a tag, also put a notice on the control stream.
 
         FencedError: a higher epoch has the stream. WrongSequenceError: the stream is not at `entry.expected_sequence`.

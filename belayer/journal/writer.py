@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from belayer.errors import DamagedJournalError, FencedError, ProtocolError, WrongSequenceError
 from belayer.ids import StreamId, new_event_id
-from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry
+from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry, encode_event
 from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, tag_of
 from belayer.journal.store import JournalStore
 
@@ -83,9 +83,12 @@ class StreamWriter:
         """Store the events as one atomic group; the sequence of the last. Returns once they are durable as said."""
         if self._uncertain is not None:
             raise ProtocolError(f"{self.stream}: an earlier append has no known outcome; call retry() first")
-        event_ids = [new_event_id() for _ in events]
         now_ns = time.time_ns() if time_ns is None else time_ns
-        entry, digest = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
+        if len(events) == 1:
+            entry = encode_event(self.epoch, self.sequence, self._digest, events[0], new_event_id(), now_ns)
+        else:
+            event_ids = [new_event_id() for _ in events]
+            entry, _ = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
         self._notice = None
         for event in events:
             if type(event) in _NOTICED:
@@ -93,7 +96,7 @@ class StreamWriter:
                 break
         self._uncertain = entry
         await self._store.append(self.stream, entry, self._notice)
-        self.sequence, self._digest, self._uncertain = entry.last_sequence, digest, None
+        self.sequence, self._digest, self._uncertain = entry.last_sequence, entry.digest, None
         return entry.last_sequence
 
     async def check_epoch(self) -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 import hiredis
+import msgspec
 
 from belayer.errors import JournalError, WrongSequenceError
 from belayer.ids import StreamId
@@ -49,28 +50,18 @@ Tail = tuple[int, bytes]
 EMPTY: Tail = (0, GENESIS)
 
 
-class Append:
-    """An entry on its way; `done` comes true once it is stored. `replies`: how many its packed commands have."""
+class Append(msgspec.Struct, eq=False, gc=False):
+    """An entry on its way; `done` comes true once it is stored. A struct because it is made in half the time."""
 
-    __slots__ = ("done", "entry", "key", "notice_tag", "replies", "size_bytes", "started", "stream")
-
-    def __init__(
-        self,
-        stream: StreamId,
-        entry: Entry,
-        notice_tag: str | None,
-        key: bytes,
-        started: float,
-        done: asyncio.Future[Entry | None],
-    ) -> None:
-        self.stream = stream
-        self.entry = entry
-        self.notice_tag = notice_tag
-        self.key = key
-        self.started = started
-        self.done = done
-        self.size_bytes = len(entry.body)
-        self.replies = 1
+    stream: StreamId
+    key: bytes
+    entry: Entry
+    size_bytes: int
+    started: float
+    done: asyncio.Future[Entry | None]
+    notice_tag: str | None = None
+    replies: int = 1
+    """How many its packed commands have."""
 
     def settle(self, outcome: Entry | JournalError | None) -> None:
         """The outcome: stored (None), the entry that a takeover met, or an error. The first one counts."""
@@ -83,21 +74,22 @@ class Append:
 
     def follows(self, tail: Tail | None) -> bool:
         """Whether the entry comes right after the stream's last event, as far as that is known."""
-        if tail is None or tail[0] != self.entry.last_sequence - self.entry.count:
+        entry = self.entry
+        if tail is None or tail[0] != entry.last_sequence - entry.count:
             return False
-        return not tail[1] or tail[1] == previous_digest_of(self.entry.body)
+        return not tail[1] or tail[1] == (entry.previous_digest or previous_digest_of(entry.body))
 
     def pack(self, packed: list[bytes], keys: Keys, shard: int, is_new: bool) -> None:
         """Add the packed commands. `is_new`: the stream is known to be empty."""
+        if not is_new and self.notice_tag is None:
+            self._pack_add(packed)
+            self.replies = 1
+            return
         if is_new:
             packed.append(_MULTI)
             packed.append(pack((b"XADD", self.key, entry_id(self.entry), BODY_FIELD, self.entry.body)))
             packed.append(pack((b"SADD", keys.names(shard), str(self.stream))))
             self.replies = 3
-        elif self.notice_tag is None:
-            self._pack_add(packed)
-            self.replies = 1
-            return
         else:
             packed.append(_MULTI)
             self._pack_add(packed)
@@ -112,9 +104,7 @@ class Append:
     def _pack_add(self, packed: list[bytes]) -> None:
         """`XADD key NOMKSTREAM id e body`, by hand: the body is then copied once, when all is joined."""
         key, body, identifier = self.key, self.entry.body, entry_id(self.entry)
-        packed.append(_XADD % (len(key), key, len(identifier), identifier, len(body)))
-        packed.append(body)
-        packed.append(b"\r\n")
+        packed += (_XADD % (len(key), key, len(identifier), identifier, len(body)), body, b"\r\n")
 
     def judge(self, address: str, replies: Sequence[Reply], at: int, end: int) -> bool:
         """From the replies `at` to `end`: True when the entry is stored; Again, Refused or a JournalError when not."""
@@ -131,22 +121,10 @@ class Append:
         return True
 
 
-class TakeOver(Append):
+class TakeOver(Append, eq=False, kw_only=True, gc=False):
     """An EpochStarted on its way, to be stored only right after the entry `after`."""
 
-    __slots__ = ("after",)
-
-    def __init__(
-        self,
-        stream: StreamId,
-        entry: Entry,
-        after: Entry | None,
-        key: bytes,
-        started: float,
-        done: asyncio.Future[Entry | None],
-    ) -> None:
-        super().__init__(stream, entry, None, key, started, done)
-        self.after = after
+    after: Entry | None
 
     def follows(self, tail: Tail | None) -> bool:
         """The script looks for itself."""

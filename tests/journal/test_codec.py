@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from belayer import ids
 from belayer.errors import CodecError, UnknownEventError
 from belayer.journal import codec, events
-from belayer.journal.codec import GENESIS, KNOWN_TAGS, count_of, decode_entry, encode_entry, previous_digest_of
+from belayer.journal.codec import (
+    GENESIS,
+    KNOWN_TAGS,
+    count_of,
+    decode_entry,
+    encode_entry,
+    encode_event,
+    previous_digest_of,
+)
 from belayer.journal.events import AnyEvent, tag_of
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -84,6 +92,14 @@ def test_any_group_reads_back_as_a_chain(group: list[AnyEvent], after: int) -> N
     assert [r.previous_digest for r in recorded] == [b"p" * 16, *[r.digest for r in recorded[:-1]]]
     assert recorded[-1].digest == digest
     assert [r.sequence for r in recorded] == list(range(after + 1, after + len(group) + 1))
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=tag_of)
+def test_one_event_is_encoded_as_a_group_of_one(event: AnyEvent) -> None:
+    alone = encode_event(2, 6, b"p" * 16, event, EVENT_ID, 9)
+    group, digest = encode_entry(2, 6, b"p" * 16, [event], [EVENT_ID], 9)
+    assert msgspec.structs.asdict(alone) == msgspec.structs.asdict(group)
+    assert (alone.digest, alone.previous_digest) == (digest, previous_digest_of(alone.body))
 
 
 def test_a_very_large_group_has_the_longest_header() -> None:
