@@ -1,19 +1,21 @@
 # The commands of this repository. Each does by itself all the set-up that it needs.
 #
 #   make demo [ARGS="--seed 7"]   real agent trajectories survive the death of their engines and sandboxes
-#   make test [ARGS="-k journal"]  the tests
+#   make test [ARGS="-k journal"]  the tests; those with a real SGLang too, for which it installs SGLang for the CPU once
+#                                  (2.5 GB in .venv-sglang); 'make test SGLANG=no' does without and skips them
 #   make check                    lint, types and import rules
 #   make setup                    only the set-up; 'make setup-venv' without Docker and CRIU (no root)
 #   make clean                    removes .venv and caches; docs/setup.md tells how to undo the rest
 
-.PHONY: demo test check setup setup-venv clean
+.PHONY: demo test check setup setup-venv setup-sglang clean
 .NOTPARALLEL:
 BIN := .venv/bin
+SGLANG := yes
 
 demo: setup
 	$(BIN)/belayer demo $(ARGS)
 
-test: setup
+test: setup setup-sglang
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup-venv
@@ -28,6 +30,9 @@ setup:
 setup-venv:
 	@scripts/setup.sh --no-sandbox
 
+setup-sglang: setup-venv
+	@[ "$(SGLANG)" = no ] || scripts/sglang_cpu.sh
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find belayer replay tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

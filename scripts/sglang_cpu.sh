@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A virtual environment with SGLang 0.5.17 on the CPU and Belayer's plugin in it, for the tests that need a real
-# engine. Apart from .venv, because SGLang pins much. About 2.5 GB and 3 minutes; installs again only when its list,
-# the stand-ins or the Python changed.
+# engine. Apart from .venv, because SGLang pins much. 0.6 GB to fetch, 2.5 GB on the disk, one to five minutes; installs
+# again only when its list, the stand-ins or the Python changed. Where pip's index has PyTorch for CUDA alone it fetches
+# 3 GB more; let pip find the build for the CPU as well (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL) to save that.
 #
 #   scripts/sglang_cpu.sh          makes it (VENV=FOLDER for another place than .venv-sglang)
 #   scripts/sglang_cpu.sh where    prints its python when it is there
@@ -32,7 +33,7 @@ install() {
     { grep -v '^WARNING' "$log" | tail -n 8 >&2; fail "pip could not install $* (above: its last lines). Check the network, then run this again"; }
 }
 
-say "installing SGLang $SGLANG for the CPU into ${venv#"$REPO"/} (2.5 GB, some minutes)"
+say "installing SGLang $SGLANG for the CPU into ${venv#"$REPO"/} (0.6 GB to fetch, some minutes)"
 python=${PYTHON:-$REPO/.venv/bin/python}
 [ -x "$python" ] || python=$(command -v python3)
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||

@@ -5,8 +5,9 @@ each; one 64-byte entry a row of the slot table; each row's token ids, one word 
 first `length - 1` tokens of this row is complete, in the slots that the slot table names. (The last token was sampled
 from that KV; its own comes with the next step.)
 
-Invariant: an entry counts only if its sequence is even and it is of the epoch asked for. A writer that dies in the
-middle of one leaves it odd: unproven, never wrong. A row is invalidated before its slots may be used again. One
+Invariant: an entry counts only if its sequence is even and it is of the epoch asked for. A writer that dies while it
+begins one leaves it odd, and one that dies while it adds tokens leaves it as it was, because the length is stored last:
+unproven, never wrong. A row is invalidated before its slots may be used again. One
 process writes; nobody takes a lock; whoever reads does so when the writer's scheduler is dead.
 """
 
@@ -147,13 +148,17 @@ class Ledger:
         """The row's tokens from `start` on are these; with `start` 0 it is a new request's."""
         at = row * _ENTRY_WORDS
         entries = self._entries
-        entries[at + _E_SEQUENCE] |= 1
+        begins = start == 0 or entries[at + _E_WEIGHT_VERSION] != weight_version
+        if begins:
+            entries[at + _E_SEQUENCE] |= 1
         first = row * self.width + start
         if len(token_ids) == 1:
             self._tokens[first] = token_ids[0]
         else:
             self._tokens[first : first + len(token_ids)] = array("q", token_ids)
         entries[at + _E_LENGTH] = start + len(token_ids)
+        if not begins:
+            return
         entries[at + _E_EPOCH] = self._header[_W_EPOCH]
         entries[at + _E_REQUEST] = request
         entries[at + _E_WEIGHT_VERSION] = weight_version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -63,6 +64,28 @@ def test_an_entry_whose_writer_died_in_the_middle_is_unproven_until_it_is_writte
     assert list(ledger.proven(1)) == []
     ledger.write(0, 1, 0, [1, 2, 3, 4], 0)
     assert [entry.proven for entry in ledger.proven(1)] == [3]
+
+
+def test_a_writer_killed_while_it_adds_tokens_leaves_the_row_proven() -> None:
+    for _ in range(20):
+        fd, reader = make()
+        begun, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            writer = Ledger(fd, ROWS, WIDTH)
+            writer.begin(1)
+            writer.write(0, 1, 0, [100, 101], 0)
+            os.write(tell, b"x")
+            while True:
+                for length in range(2, WIDTH):
+                    writer.write(0, 1, length, [100 + length], 0)
+        os.read(begun, 1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        (entry,) = reader.proven(1)
+        assert list(entry.token_ids) == [100 + n for n in range(entry.proven + 1)]
+        for end in (fd, begun, tell):
+            os.close(end)
 
 
 def test_another_process_reads_it_and_cannot_write_it() -> None:
