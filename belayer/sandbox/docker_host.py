@@ -36,6 +36,7 @@ from belayer.sandbox.home import Home, default_home
 from belayer.sandbox.lazy import LazyPagesError
 from belayer.sandbox.making import PROBE_S, Maker
 from belayer.sandbox.manifest import Manifest, read_manifest, verify
+from belayer.sandbox.mounts import unmount_leftovers
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
 from belayer.sandbox.spares import Spares
@@ -45,6 +46,7 @@ SETUP_TIMEOUT_S = 600.0
 CHECKPOINT_TIMEOUT_S = 120.0
 LET_GO_S = 0.5
 """How long a checkpoint at work may take to see that its container is being removed."""
+REMOVE_ROUNDS = 10
 SPARES = 4
 log = structlog.get_logger("belayer.sandbox")
 
@@ -121,19 +123,24 @@ class DockerHost:
         if restoring.exists():  # a runc that hangs in a restore, a daemon that still brings pages
             await asyncio.to_thread(kill_users_of, restoring)
         # A container that was to be a spare and was taken by somebody who died still has its old name.
-        for name in {incarnation, owner.container_id if owner is not None else ""} - {""}:
+        container_id = "" if owner is None else owner.container_id
+        for name in {incarnation, container_id} - {""}:
             with suppress(DockerRefusedError):
                 await self._kill(await asyncio.to_thread(self._containers.inspect, name))
             try:
                 await asyncio.to_thread(self._containers.remove, name)
             except DockerRefusedError as error:
                 raise HostUnfitError("Docker", f"it does not remove {incarnation}: {error}", "see its log") from None
+        await asyncio.to_thread(unmount_leftovers, container_id, restoring)
         await asyncio.to_thread(self._home.remove_run_folder, incarnation)
 
     async def remove_run(self, run: str) -> None:
         """Remove every container and checkpoint here that is labelled with the run. Needs no journal."""
-        for name in await self.incarnations(run):
-            await self.remove(name)
+        for _ in range(REMOVE_ROUNDS):  # a spare container may be in the making
+            for name in (names := await self.incarnations(run)):
+                await self.remove(name)
+            if not names:
+                break
         for name in await self.checkpoints():
             with suppress(RestoreFailedError):
                 if read_manifest(self.checkpoint_path(name)).run == run:

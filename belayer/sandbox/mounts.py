@@ -13,14 +13,16 @@ Mounts are read from mountinfo, proc(5).
 
 from __future__ import annotations
 
+import ctypes
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 CONTAINER = "{container}"
 """Stands for the container's id in a path that is told at the restore."""
 MASKED = ("/proc/", "/sys/firmware", "/sys/devices/")
-
-
+MNT_DETACH = 2
 CRIUS_OWN = "/.criu."
 """In the names of the mounts that every CRIU makes for itself and takes away again, in the host's namespace."""
 
@@ -55,7 +57,10 @@ def external_mounts(pid: int, container_id: str) -> External:
     ours = {mount.device: mount.where for mount in reversed(mounted("self")) if mount.root == "/" and mount.is_cgroup}
     names: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for mount in mounted(str(pid)):
+    theirs = mounted(str(pid))
+    own = {mount.device for mount in theirs if mount.root == "/"}
+    # A bind of a part of any other file system comes from the host.
+    for mount in theirs:
         where = mount.where
         if where == "/":
             continue
@@ -67,7 +72,7 @@ def external_mounts(pid: int, container_id: str) -> External:
         elif where.startswith(MASKED) and mount.kind not in ("proc", "sysfs"):
             names[where] = "belayer" + where.replace("/", "-")  # a tmpfs, or what took its place in an earlier restore
             sources[names[where]] = ""
-        elif mount.is_cgroup or (mount.root != "/" and mount.kind not in ("proc", "sysfs", "tmpfs")):
+        elif mount.is_cgroup or (mount.root != "/" and mount.device not in own):
             names[where] = where
     return External(names, sources)
 
@@ -88,15 +93,36 @@ def criu_settings(sources: dict[str, str], container_id: str, empty: Path) -> st
 
 
 def mounted(process: str) -> list[Mount]:
-    """All that the process ("self", or a host pid) sees, in the order in which they were mounted."""
+    """All that the process ("self", or a host pid) sees, in the order in which they were mounted, but CRIU's own."""
+    return [mount for mount in _mountinfo(process) if CRIUS_OWN not in mount.where]
+
+
+def unmount_leftovers(container_id: str, restore_folder: Path) -> None:
+    """Undo what a CRIU or runc that failed or was killed in a restore of the container has left mounted on the host.
+
+    CRIU's are in the folder where it worked; runc's is the container's root, in runc's folder of the container. Must
+    come before the folders are removed: one of them is the host's cgroups.
+    """
+    root = f"/{container_id}/criu-root"
+    libc = ctypes.CDLL(None, use_errno=True)
+    for mount in reversed(_mountinfo("self")):
+        where = Path(mount.where)
+        if restore_folder in where.parents or (container_id and mount.where.endswith(root)):
+            libc.umount2(os.fsencode(where), MNT_DETACH)
+            if mount.where.endswith(root):
+                with suppress(OSError):  # not empty: then it is somebody's
+                    where.rmdir()
+                    where.parent.rmdir()
+
+
+def _mountinfo(process: str) -> list[Mount]:
     found = []
     for line in Path(f"/proc/{process}/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split(" ")
         root, where = (_plain(field) for field in fields[3:5])
         kind, _, options = after.split(" ", 2)
-        if CRIUS_OWN not in where:
-            found.append(Mount(fields[2], root, where, kind, options))
+        found.append(Mount(fields[2], root, where, kind, options))
     return found
 
 

@@ -67,7 +67,7 @@ class Spares:
             await self._maker.fresh(name, owner)
             if like.key not in self._kinds_in_use():
                 await self._remove(name)
-        except SandboxError as error:
+        except (SandboxError, OSError) as error:  # OSError: its folder was removed, with its run
             log.info("no spare container could be made", run=like.run, error=str(error))
             with suppress(SandboxError):
                 await self._remove(name)
