@@ -15,6 +15,7 @@ from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.home import default_home
 from belayer.sandbox.mounts import unmount_leftovers
 from tests.sandbox.conftest import Bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.sandbox
 
@@ -32,7 +33,8 @@ async def test_a_failed_restore_leaves_nothing_mounted(bench: Bench) -> None:
     known = set(mount_points())
     with pytest.raises(RestoreFailedError):
         await bench.restore(checkpoint, 1)
-    assert [where for where in mount_points() if where not in known and "criu" in where] == []
+    fresh = {where for where in mount_points() if where not in known and "criu" in where}
+    await until(lambda: fresh.isdisjoint(mount_points()), what="other restores' mounts to be gone, the only ones")
 
 
 def test_mounts_of_a_killed_criu_are_undone_before_their_folder_goes(tmp_path: Path) -> None:
