@@ -106,6 +106,28 @@ class DamagedJournalError(JournalError):
         self.problem = problem
 
 
+class ArchivedError(JournalError):
+    """The stream's beginning is in the archive and no longer on the server, and the reader was given no archive."""
+
+    def __init__(self, stream: str, through_sequence: int, segment: str) -> None:
+        super().__init__(
+            f"{stream}: events 1 to {through_sequence} were archived in segment {segment}; "
+            "name the archive with --archive or BELAYER_ARCHIVE_URL"
+        )
+        self.stream = stream
+        self.through_sequence = through_sequence
+        self.segment = segment
+
+
+class ArchiveError(JournalError):
+    """The archive cannot be used, or something in it is not what was written; nothing on the server was touched."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"archive {where}: {problem}")
+        self.where = where
+        self.problem = problem
+
+
 class ProtocolError(JournalError):
     """The caller's next event does not fit the trajectory's state (for example tokens without a generation)."""
 

@@ -8,6 +8,7 @@ from belayer.journal.events import (
     EpochStarted,
     RunEvent,
     RunStarted,
+    StreamArchived,
 )
 from belayer.projections.run import EMPTY, RunState, evolve
 from replay.facts import RunFacts
@@ -39,7 +40,7 @@ def problem_of(state: RunState, event: AnyEvent) -> tuple[Check, str] | None:
     if not isinstance(event, RunEvent | CommonEvent):
         return Check.FOREIGN, f"{tag} does not belong in a run's stream"
     match event:
-        case EpochStarted():
+        case EpochStarted() | StreamArchived():
             return None
         case RunStarted():
             return (Check.LIFECYCLE, "a run that has started starts again") if state.started is not None else None

@@ -23,6 +23,7 @@ from belayer.journal.events import (
     SandboxEvent,
     SandboxRemoved,
     SandboxRestored,
+    StreamArchived,
 )
 from belayer.projections.sandbox import EMPTY, SandboxState, evolve
 from belayer.projections.trajectory import INITIAL, Boundary
@@ -83,7 +84,7 @@ def problem_of(state: SandboxState, event: AnyEvent) -> Objection | None:
     """Why `event` may not come next in a sandbox's stream; None when it may. Pure and total."""
     if not isinstance(event, SandboxEvent | CommonEvent):
         return Check.FOREIGN, f"{event.__struct_config__.tag} does not belong in a sandbox's stream"
-    if isinstance(event, EpochStarted | SandboxRemoved):
+    if isinstance(event, EpochStarted | SandboxRemoved | StreamArchived):
         return None
     if state.phase == "removed":
         return Check.LIFECYCLE, f"{event.__struct_config__.tag} after the sandbox was removed"

@@ -11,6 +11,7 @@ from belayer.journal.events import (
     FailureDetected,
     HandoverCompleted,
     RecoveryStarted,
+    StreamArchived,
     WorkerEvent,
     WorkerReady,
     WorkerRegistered,
@@ -52,7 +53,7 @@ def problem_of(state: WorkerState, event: AnyEvent) -> Objection | None:
     if not isinstance(event, WorkerEvent | CommonEvent):
         return Check.FOREIGN, f"{event.__struct_config__.tag} does not belong in a worker's stream"
     match event:
-        case EpochStarted():
+        case EpochStarted() | StreamArchived():
             return None
         case WorkerRegistered():
             known = event.incarnation in state.engines

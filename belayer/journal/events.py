@@ -50,6 +50,17 @@ class RecoveryStarted(Event, frozen=True, array_like=True, tag="recovery-started
     recovered_by: str
 
 
+class StreamArchived(Event, frozen=True, array_like=True, tag="stream-archived"):
+    """Events 1 to `through_sequence` are durable in the archive's segment too, and may leave the server.
+
+    Stored in one entry with the archiver's EpochStarted. Once the stream is trimmed that entry is the first one left:
+    it keeps epoch, sequence and digest, so earlier writers stay refused and the chain goes on.
+    """
+
+    through_sequence: int
+    segment: str
+
+
 # --- trajectory --------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +332,7 @@ SandboxEvent = (
 )
 WorkerEvent = WorkerRegistered | WorkerReady | HandoverCompleted | WorkerRemoved
 RunEvent = RunStarted | RunFinished | WeightsPublished | TrainerCheckpointed
-CommonEvent = EpochStarted | FailureDetected | RecoveryStarted
+CommonEvent = EpochStarted | FailureDetected | RecoveryStarted | StreamArchived
 AnyEvent = TrajectoryEvent | SandboxEvent | WorkerEvent | RunEvent | CommonEvent
 
 NOTICED = (

@@ -73,6 +73,11 @@ class MemoryStore:
     async def streams(self, kind: StreamKind | None = None) -> Sequence[StreamId]:
         return sorted(stream for stream in self._streams if kind in (None, stream.kind))
 
+    async def trim(self, stream: StreamId, first: Entry) -> None:
+        entries = self._streams.get(stream, [])
+        if first in entries:
+            del entries[: entries.index(first)]
+
     async def remove(self, stream: StreamId) -> None:
         self._streams.pop(stream, None)
 

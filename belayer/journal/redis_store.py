@@ -21,12 +21,13 @@ from belayer.journal.address import Address
 from belayer.journal.batching import WAITING_BYTES, Lane
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
-from belayer.journal.keys import Keys, stored_entry
+from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.sending import Sender
 from belayer.journal.server import Server
 from belayer.journal.store import Subscription
 from belayer.journal.subscription import subscribe
 from belayer.journal.waiting import Waiting
+from belayer.journal.writes import TRIM
 
 _MOST_POSITIONS = 200_000
 _SCAN = 1000
@@ -123,6 +124,9 @@ class RedisStore:
                 if cursor == b"0":
                     break
         return sorted(stream for stream in found if kind in (None, stream.kind))
+
+    async def trim(self, stream: StreamId, first: Entry) -> None:
+        await self._server.ask("EVAL", TRIM, "1", self._keys.stream(stream), entry_id(first), first.body)
 
     async def remove(self, stream: StreamId) -> None:
         names = self._keys.names(self._keys.shard_of(stream))

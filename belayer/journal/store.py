@@ -86,6 +86,13 @@ class JournalStore(Protocol):
         """All streams that exist, sorted; of one kind when given."""
         ...
 
+    def trim(self, stream: StreamId, first: Entry) -> Coroutine[Any, Any, None]:
+        """Drop the entries before `first` when the stream has exactly it; else nothing. Its last entry always stays.
+
+        For the archiver, once what is dropped is durable elsewhere; nobody else.
+        """
+        ...
+
     def remove(self, stream: StreamId) -> Coroutine[Any, Any, None]:
         """Remove the stream and its name. For the owner of a finished run, after archiving; nobody else."""
         ...

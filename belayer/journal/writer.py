@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from belayer.errors import DamagedJournalError, FencedError, ProtocolError, WrongSequenceError
+from belayer.errors import ArchivedError, DamagedJournalError, FencedError, ProtocolError, WrongSequenceError
 from belayer.ids import StreamId, new_event_id
 from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry, encode_event
-from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, tag_of
+from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, StreamArchived, tag_of
 from belayer.journal.store import JournalStore
 
 _READ_LIMIT = 1000
@@ -23,9 +23,11 @@ _NOTICED = frozenset(NOTICED)
 class Reader:
     """Reads a stream forward and checks that each event follows the one before: sequence, epoch and digest."""
 
-    def __init__(self, store: JournalStore, stream: StreamId) -> None:
+    def __init__(self, store: JournalStore, stream: StreamId, *, from_mark: bool = False) -> None:
+        """`from_mark`: where the stream's beginning was archived, begin with what the server still has."""
         self._store = store
         self.stream = stream
+        self._from_mark = from_mark
         self.epoch = 0
         self.sequence = 0
         self.digest: bytes = GENESIS
@@ -36,7 +38,7 @@ class Reader:
         events: list[Recorded] = []
         while entries := await self._store.read(self.stream, self.sequence, _READ_LIMIT):
             for entry in entries:
-                events += self._accept(entry)
+                events += self.accept(entry)
             if len(entries) < _READ_LIMIT:
                 break
         return events
@@ -45,11 +47,17 @@ class Reader:
         """True as soon as there is something to catch up with."""
         return await self._store.wait(self.stream, self.sequence, timeout_s)
 
-    def _accept(self, entry: Entry) -> list[Recorded]:
+    def accept(self, entry: Entry) -> list[Recorded]:
+        """The events of the next entry. DamagedJournalError when it does not follow; ArchivedError when only the
+        archive has what comes before it."""
         events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)
         for event in events:
             if event.sequence != self.sequence + 1:
-                raise DamagedJournalError(str(self.stream), event.sequence, f"follows sequence {self.sequence}")
+                if (mark := mark_of(events)) is None or mark.through_sequence <= self.sequence:
+                    raise DamagedJournalError(str(self.stream), event.sequence, f"follows sequence {self.sequence}")
+                if not self._from_mark:
+                    raise ArchivedError(str(self.stream), mark.through_sequence, mark.segment)
+                self.epoch, self.sequence, self.digest = event.epoch, event.sequence - 1, event.previous_digest
             if event.epoch < self.epoch:
                 raise DamagedJournalError(str(self.stream), event.sequence, f"epoch fell to {event.epoch}")
             if event.previous_digest != self.digest:
@@ -57,6 +65,11 @@ class Reader:
             self.epoch, self.sequence, self.digest = event.epoch, event.sequence, event.digest
         self.last_entry = entry
         return events
+
+
+def mark_of(events: Iterable[Recorded]) -> StreamArchived | None:
+    """The archive's mark in an entry, if it is one."""
+    return next((recorded.event for recorded in events if isinstance(recorded.event, StreamArchived)), None)
 
 
 async def read_events(store: JournalStore, stream: StreamId) -> AsyncIterator[Recorded]:

@@ -17,6 +17,7 @@ from belayer.journal.events import (
     GenerationStarted,
     RecoveryStarted,
     Rewound,
+    StreamArchived,
     TokensAppended,
     TrajectoryAborted,
     TrajectoryFinished,
@@ -35,6 +36,8 @@ def problem_of(state: TrajectoryState, event: AnyEvent) -> str | None:
             return None if event.epoch == expected else f"epoch {event.epoch} started; expected {expected}"
         case TrajectoryStarted():
             return None if state.phase == "empty" else f"a trajectory that is {state.phase} cannot start"
+        case StreamArchived():
+            return None
         case TrajectoryAborted() | RecoveryStarted() if state.phase in ("open", "recovering"):
             return None
         case Rewound() if state.phase in ("open", "recovering"):

@@ -33,6 +33,7 @@ EXAMPLES: list[AnyEvent] = [
     events.EpochStarted(3, "rollout"),
     events.FailureDetected("i-1", "died", "exit status 137", "detector"),
     events.RecoveryStarted("i-1", "restore c-1", "recovery"),
+    events.StreamArchived(41, "20261130T100000-00c0ffee.segment"),
     events.TrajectoryStarted("run", "task", b"\x01\x00\x00\x00", {"k": "v"}),
     events.GenerationStarted(1, "w", "w-1"),
     events.GenerationResumed(1, 7, "w", "w-2"),

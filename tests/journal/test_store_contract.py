@@ -8,7 +8,7 @@ import time
 import pytest
 
 from belayer import ids
-from belayer.errors import FencedError, WrongSequenceError
+from belayer.errors import ArchivedError, FencedError, WrongSequenceError
 from belayer.ids import StreamKind
 from belayer.journal.codec import GENESIS, Entry, encode_entry
 from belayer.journal.connect import open_store
@@ -17,6 +17,7 @@ from belayer.journal.events import (
     EpochStarted,
     FailureDetected,
     GenerationStarted,
+    StreamArchived,
     TrajectoryFinished,
     TrajectoryStarted,
 )
@@ -230,6 +231,76 @@ async def test_a_removed_stream_does_not_grow_again_from_its_middle(store: Journ
         await writer.append(TrajectoryFinished("done"))
     assert (caught.value.expected, caught.value.actual) == (1, 0)
     assert await store.streams() == []
+
+
+# --- trimming --------------------------------------------------------------------------------------------------------
+
+
+async def marked(store: JournalStore, writer: StreamWriter) -> Entry:
+    """The archive's mark, as an archiver would have put it."""
+    reader = Reader(store, writer.stream)
+    await reader.catch_up()
+    events = [EpochStarted(reader.epoch + 1, "archiver"), StreamArchived(reader.sequence, "segment")]
+    event_ids = [ids.new_event_id(), ids.new_event_id()]
+    mark, _ = encode_entry(reader.epoch + 1, reader.sequence, reader.digest, events, event_ids, 0)
+    assert await store.take_over(writer.stream, reader.last_entry, mark) is None
+    return mark
+
+
+async def test_a_trimmed_stream_keeps_its_end_and_refuses_old_writers_for_ever(store: JournalStore) -> None:
+    writer, _ = await take_over(store, T, "a")
+    await appended(store, writer, 5)
+    lost, _ = entry(1, 6)
+    mark = await marked(store, writer)
+    await store.trim(T, mark)
+    await store.trim(T, mark)
+    assert await store.read(T) == [mark]
+    assert await store.last(T) == mark
+    assert await store.streams() == [T]
+    assert not await store.wait(T, mark.last_sequence, 0.0)
+    for stale in (writer, StreamWriter(store, T, 1, 0, GENESIS), StreamWriter(store, T, 1, 8, GENESIS)):
+        with pytest.raises(FencedError):
+            await stale.append(GenerationStarted(9, "w", "i"))
+    with pytest.raises(FencedError):
+        await store.append(T, lost)
+    assert await store.take_over(T, None, entry(1, 0)[0]) == mark
+    assert await store.read(T) == [mark]
+
+
+async def test_a_trimmed_stream_can_be_taken_over_and_goes_on(store: JournalStore) -> None:
+    writer, _ = await take_over(store, T, "a")
+    await appended(store, writer, 3)
+    mark = await marked(store, writer)
+    await store.trim(T, mark)
+    reader = Reader(store, T, from_mark=True)
+    assert [recorded.sequence for recorded in await reader.catch_up()] == [5, 6]
+    later, digest = encode_entry(3, 6, reader.digest, [EpochStarted(3, "b")], [ids.new_event_id()], 0)
+    assert await store.take_over(T, mark, later) is None
+    assert await StreamWriter(store, T, 3, 7, digest).append(GenerationStarted(4, "w", "i")) == 8
+    assert [stored.last_sequence for stored in await store.read(T)] == [6, 7, 8]
+    assert [stored.last_sequence for stored in await store.read(T, 6)] == [7, 8]
+    await store.trim(T, mark)
+    assert [stored.last_sequence for stored in await store.read(T)] == [6, 7, 8]
+
+
+async def test_only_what_comes_before_an_entry_of_the_stream_is_trimmed(store: JournalStore) -> None:
+    writer, _ = await take_over(store, T, "a")
+    await appended(store, writer, 3)
+    await store.trim(T, entry(1, 1)[0])
+    await store.trim(T, entry(1, 9)[0])
+    await store.trim(ids.trajectory("unknown"), entry(1, 1)[0])
+    assert len(await store.read(T)) == 4
+    assert await store.streams() == [T]
+
+
+async def test_a_reader_without_the_archive_is_told_what_is_missing(store: JournalStore) -> None:
+    writer, _ = await take_over(store, T, "a")
+    await appended(store, writer, 3)
+    await store.trim(T, await marked(store, writer))
+    with pytest.raises(ArchivedError, match="events 1 to 4 were archived in segment segment; name the archive"):
+        await Reader(store, T).catch_up()
+    with pytest.raises(ArchivedError):
+        await take_over(store, T, "b")
 
 
 # --- notices ---------------------------------------------------------------------------------------------------------
