@@ -24,6 +24,7 @@ def summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
     if not waits:
         return {}
     return {
+        "kills_made": len(kills),
         "kill_to_token_p50_s": round(statistics.median(waits), 4),
         "kill_to_token_p99_s": waits[min(len(waits) - 1, int(0.99 * len(waits)))],
         "kill_to_token_worst_s": waits[-1],
@@ -44,25 +45,27 @@ def brief(found: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in found.items() if not isinstance(value, list)})[:900]
 
 
-def serializable(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
-
-
 def headline(stages: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the last line, from whatever stages there are."""
-    plain, engine, early = (stages.get(name, {}) for name in ("plain", "engine", "early"))
-    headline: dict[str, Any] = {
-        "shadow_gpu_gb": stages.get("kills", {}).get("shadow_gpu_gb"),
-        "kill_to_token_p50_s": early.get("kill_to_token_p50_s"),
-        "kill_to_token_p99_s": early.get("kill_to_token_p99_s"),
-        "kill_to_token_worst_s": early.get("kill_to_token_worst_s"),
-        "late_p50_s": stages.get("late", {}).get("kill_to_token_p50_s"),
-        "refill_p50_s": stages.get("refill", {}).get("kill_to_token_p50_s"),
+    """The figures of the last line, from whatever stages there are. Handovers: those of the first kind planned."""
+    plain, steady = stages.get("plain", {}), stages.get("steady", {})
+    kills = stages.get("kills", {})
+    by_kind: dict[str, dict[str, Any]] = kills.get("by_kind", {})
+    first = next(iter(by_kind.values()), {})
+    ratio = None
+    if "again" in plain and "again" in steady:
+        ratio = round(steady["again"]["tokens_per_s"] / plain["again"]["tokens_per_s"], 4)
+    adopted = [kind for name, kind in by_kind.items() if not name.startswith("refill")]
+    return {
+        "kill_to_token_p50_s": first.get("kill_to_token_p50_s"),
+        "kill_to_token_p99_s": first.get("kill_to_token_p99_s"),
+        "kill_to_token_worst_s": first.get("kill_to_token_worst_s"),
+        "by_kind": {
+            name: {figure: kind.get(figure) for figure in ("kill_to_token_p50_s", "kill_to_token_p99_s", "kills_made")}
+            for name, kind in by_kind.items()
+        },
         "cold_start_s": plain.get("cold_start_s"),
-        "equal": early.get("equal_streams") == early.get("all_streams") if early.get("all_streams") else None,
-        "throughput_ratio": None,
+        "shadow_gpu_gb": kills.get("shadow_gpu_gb"),
+        "throughput_ratio": ratio,
+        "weight_update_ratio": stages.get("update", {}).get("ratio"),
+        "equal": all(kind["equal_streams"] == kind["all_streams"] for kind in adopted) if adopted else None,
     }
-    if "again" in plain and "again" in engine:
-        ratio = engine["again"]["tokens_per_s"] / plain["again"]["tokens_per_s"]
-        headline["throughput_ratio"] = round(ratio, 4)
-    return headline

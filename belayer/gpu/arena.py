@@ -13,6 +13,7 @@ whole. When a call fails, DeviceCallError names it and nothing is mapped half.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -70,15 +71,14 @@ class ArenaMapper(Protocol):
         """Map a whole allocation at reserved addresses."""
         ...
 
-    def protect(self, address: int, allocation: Allocation, *, writable: bool) -> None:
-        """Change what this process may do with a mapped allocation; for writing, give one exported writable."""
+    def protect(self, address: int, fd: int, size_bytes: int, *, writable: bool) -> None:
+        """Change what this process may do with a mapped allocation. `fd`: it again, exported so; taken over."""
         ...
 
-    def map_scratch(self, address: int, size_bytes: int, private_bytes: int) -> None:
+    def map_scratch(self, address: int, size_bytes: int) -> None:
         """Back the addresses with little memory, so that reads and writes work without the real allocation.
 
-        The first `private_bytes` (a multiple of the granularity) are real, zeroed memory. What follows is one small
-        piece mapped again and again, so that what is read there is whatever was written last anywhere in it.
+        It is one small piece mapped again and again: what is read is whatever was written last anywhere in it.
         """
         ...
 
@@ -97,6 +97,29 @@ class ArenaMapper(Protocol):
     def synchronize(self) -> None:
         """Return once everything that was launched on the device has ended."""
         ...
+
+
+class Lendable:
+    """An allocation whose descriptors were exported when it was made.
+
+    The driver is slow to export while it tears a dead process down, which is when memory is lent.
+    """
+
+    def __init__(self, owner: ArenaOwner, size_bytes: int) -> None:
+        self._owner = owner
+        self._allocation = owner.create(size_bytes)
+        self._fds = [owner.export(self._allocation, writable=writable) for writable in (False, True)]
+        self.size_bytes = self._allocation.size_bytes
+
+    def lend(self, *, writable: bool) -> int:
+        """A descriptor, the caller's to close."""
+        return os.dup(self._fds[writable])
+
+    def release(self) -> None:
+        """See ArenaOwner.release."""
+        for fd in self._fds:
+            os.close(fd)
+        self._owner.release(self._allocation)
 
 
 def round_up(size_bytes: int, granularity_bytes: int) -> int:

@@ -68,18 +68,19 @@ class CpuMapper:
         protection = _PROT_READ | (_PROT_WRITE if writable else 0)
         _mmap(address, allocation.size_bytes, protection, _MAP_SHARED | _MAP_FIXED, allocation.handle)
 
-    def protect(self, address: int, allocation: Allocation, *, writable: bool) -> None:
-        self.map(address, allocation, writable=writable)
+    def protect(self, address: int, fd: int, size_bytes: int, *, writable: bool) -> None:
+        allocation = self.take(fd, size_bytes)
+        try:
+            self.map(address, allocation, writable=writable)
+        finally:
+            self.forget(allocation)
 
-    def map_scratch(self, address: int, size_bytes: int, private_bytes: int) -> None:
+    def map_scratch(self, address: int, size_bytes: int) -> None:
         size_bytes = round_up(size_bytes, self.granularity_bytes)
-        anonymous = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        if private_bytes:
-            _mmap(address, private_bytes, _PROT_READ | _PROT_WRITE, anonymous, -1)
         fd = os.memfd_create("belayer-scratch", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, _SCRATCH_BYTES)
-            for offset in range(private_bytes, size_bytes, _SCRATCH_BYTES):
+            for offset in range(0, size_bytes, _SCRATCH_BYTES):
                 length = min(_SCRATCH_BYTES, size_bytes - offset)
                 _mmap(address + offset, length, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
         finally:

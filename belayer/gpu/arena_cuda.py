@@ -119,29 +119,26 @@ class CudaMapper:
         _checked("cuMemMap", cuda.cuMemMap(address, allocation.size_bytes, 0, handle, 0))
         self._set_access(address, allocation.size_bytes, writable)
 
-    def protect(self, address: int, allocation: Allocation, *, writable: bool) -> None:
+    def protect(self, address: int, fd: int, size_bytes: int, *, writable: bool) -> None:
+        os.close(fd)  # the driver needs no other handle for another access
         self.synchronize()
-        self._set_access(address, allocation.size_bytes, writable)
+        self._set_access(address, round_up(size_bytes, self.granularity_bytes), writable)
 
-    def map_scratch(self, address: int, size_bytes: int, private_bytes: int) -> None:
-        """Takes the private bytes and 256 MiB, or less than twice that when the rest is no multiple of it."""
+    def map_scratch(self, address: int, size_bytes: int) -> None:
+        """Takes 256 MiB, or less than twice that when the size is no multiple of it."""
         self._ready()
         size_bytes = round_up(size_bytes, self.granularity_bytes)
-        spans = [(0, private_bytes)] if private_bytes else []
-        spans += [(at, min(_SCRATCH_BYTES, size_bytes - at)) for at in range(private_bytes, size_bytes, _SCRATCH_BYTES)]
-        shared: dict[int, Any] = {}
-        pieces = self._scratch.setdefault(address, [])
-        for offset, length in spans:
-            private = offset < private_bytes
-            piece = None if private else shared.get(length)
-            if piece is None:
-                piece = _checked("cuMemCreate", _driver().cuMemCreate(length, _properties(self._device), 0))
-                pieces.append(piece)
-            if not private:
-                shared[length] = piece
-            _checked("cuMemMap", _driver().cuMemMap(address + offset, length, 0, piece, 0))
+        pieces: dict[int, Any] = {}
+        for offset in range(0, size_bytes, _SCRATCH_BYTES):
+            length = min(_SCRATCH_BYTES, size_bytes - offset)
+            if length not in pieces:
+                created = _driver().cuMemCreate(length, _properties(self._device), 0)
+                pieces[length] = _checked("cuMemCreate", created)
+            _checked("cuMemMap", _driver().cuMemMap(address + offset, length, 0, pieces[length], 0))
+        self._scratch[address] = list(pieces.values())
         self._set_access(address, size_bytes, True)
-        for offset, length in [*spans[:2], spans[-1]]:
+        for offset in {0, (size_bytes - 1) // _SCRATCH_BYTES * _SCRATCH_BYTES}:
+            length = min(_SCRATCH_BYTES, size_bytes - offset)
             self.tensor(address + offset, (length,), _torch().uint8).zero_()
 
     def unmap(self, address: int, size_bytes: int) -> None:

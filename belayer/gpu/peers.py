@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 
 from belayer.gpu import wire
+from belayer.gpu.books import Books
 
 
 class Peer:
@@ -23,11 +24,11 @@ class Peer:
         self.pidfd = pidfd
         self.incarnation = ""
         self.role: wire.Role = "control"
-        self.wants_arena: wire.OpenArena | None = None
         self.armed = False
         self.warm = False
         self.dying = False
         self.watches = False
+        self.books: Books | None = None
 
     @property
     def alive(self) -> bool:

@@ -1,7 +1,7 @@
 """What engines, hosts and the memory server say to each other: one JSON message a packet, descriptors beside it.
 
 The socket is a Unix SOCK_SEQPACKET, so that a message is whole or absent. Every request has one answer, Refused
-included, but for Armed and Serving, which answer an order. Orders (ArmNow, Granted, Released) go to engines and
+included, but for Armed and Serving, which answer an order. Orders (ArmNow, Follow, Granted, Released) go to engines and
 EngineEvent to watchers, unasked.
 """
 
@@ -98,7 +98,7 @@ class Arm(msgspec.Struct, frozen=True, tag=True):
 class Promote(msgspec.Struct, frozen=True, tag=True):
     """From a host: lend the arena to that shadow once its holder is proved dead.
 
-    `early`: already when the holder's bell has rung, with everything quarantined that it could still write to.
+    `early`: it may write already when the holder's bell has rung, but not where the holder could still write.
     """
 
     incarnation: str
@@ -148,30 +148,45 @@ class WeightsLent(msgspec.Struct, frozen=True, tag=True):
 
 
 class ArenaLent(msgspec.Struct, frozen=True, tag=True):
-    """To a main, with the descriptors of a lease; to a shadow, with epoch 0 and none.
+    """With the engine's own slot table and ledger, writable; to a main also the KV, writable. A shadow gets epoch 0.
 
-    The descriptors of a lease: KV, slot table, ledger (writable), the last holder's slot table and ledger (readable).
-    `fresh`: nobody has written there yet.
+    `last_epoch`: that of the last holder, whose slot table and ledger come next, readable; 0 when there was none.
     """
 
     epoch: int
-    fresh: bool
+    last_epoch: int = 0
 
 
 class ArmNow(msgspec.Struct, frozen=True, tag=True):
-    """Order to a shadow: let go of the scratch, hold requests, wait."""
+    """Order to a shadow: let go of the scratch, map the KV that comes readable with it, hold requests, wait."""
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """Order to an armed shadow: the holder's slot table and ledger come readable, to be mapped ahead of time."""
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Order to an armed shadow, with the descriptors of a lease. `quarantined`: the last holder is still dying."""
+    """Order to an armed shadow: it is the holder, and adopts what the one of `last_epoch` proved.
+
+    `writable`: the KV comes, to be written now; otherwise it comes with Released. `quarantined`: the last holder is
+    still dying and may write where it could. `follow`: the last holder's slot table and ledger come, as with Follow.
+    """
 
     epoch: int
+    last_epoch: int
     adopt: bool
+    writable: bool
     quarantined: bool
+    follow: bool
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
-    """Order to a holder: the last one is proved dead; nothing is quarantined any more."""
+    """Order to a holder: the last one is proved dead; nothing is quarantined.
+
+    `writable`: the KV comes, to be written from now on.
+    """
+
+    writable: bool
 
 
 class EngineEvent(msgspec.Struct, frozen=True, tag=True):
@@ -213,7 +228,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     arguments: list[int | str]
 
 
-Order = ArmNow | Granted | Released
+Order = ArmNow | Follow | Granted | Released
 Answer = Registered | WeightsLent | ArenaLent | Order | EngineEvent | Facts | Status | Refused
 
 _requests = msgspec.json.Decoder(Request)

@@ -2,7 +2,8 @@
 
     python -m tests.gpu.arena_child FD DEVICE SIZE VERB
 
-It takes the allocation that comes over the socket FD, maps it at a fixed address, acts, and says what it saw.
+It takes the allocation that comes over the socket FD, maps it at a fixed address, acts, and says what it saw. A shadow
+gets it twice, readable and then writable.
 """
 
 from __future__ import annotations
@@ -21,21 +22,19 @@ PIECES = 64
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     device, size_bytes, verb = sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    _, fds, _, _ = socket.recv_fds(connection, 1, 2)
     mapper = open_mapper(device)
     memory = mapper.take(fds[0], size_bytes)
     mapper.reserve(KV_ADDRESS, size_bytes)
     tensor = None
     if verb == "scratch":
-        mapper.map_scratch(KV_ADDRESS, size_bytes, mapper.granularity_bytes)
+        mapper.map_scratch(KV_ADDRESS, size_bytes)
         tensor = mapper.tensor(KV_ADDRESS, (size_bytes // 4,), torch.int32)
-        private = mapper.granularity_bytes // 4
-        tensor[private:] = 7
-        tensor[:private] = 5
+        tensor[:] = 7
         mapper.synchronize()
-        assert int(tensor[private - 1]) == 5 and int(tensor[-1]) == 7
+        assert int(tensor[0]) == 7 and int(tensor[-1]) == 7
         mapper.unmap(KV_ADDRESS, size_bytes)
-    mapper.map(KV_ADDRESS, memory, writable=verb in ("fill", "scratch"))
+    mapper.map(KV_ADDRESS, memory, writable=verb == "fill")
     # The tensor made over the scratch is valid over the memory that took its place: same addresses.
     tensor = mapper.tensor(KV_ADDRESS, (size_bytes // 4,), torch.int32) if tensor is None else tensor
     pieces = tensor[: tensor.numel() // PIECES * PIECES].view(PIECES, -1)
@@ -49,6 +48,11 @@ def main() -> None:
     numbers = torch.arange(1, PIECES + 1, dtype=torch.int32, device=tensor.device)
     right = bool((pieces == numbers[:, None]).all())
     connection.send(b"right" if right else b"wrong")
+    if verb == "scratch":
+        mapper.protect(KV_ADDRESS, fds[1], size_bytes, writable=True)
+        pieces += 1
+        mapper.synchronize()
+        connection.send(b"right" if bool((pieces == numbers[:, None] + 1).all()) else b"wrong")
     connection.recv(1)
 
 

@@ -25,7 +25,8 @@ class Lessee:
     def __init__(self) -> None:
         self.client: MemoryClient | None = None
         self.weights_fd = -1
-        self.lease: list[int] = []
+        self.kv_fd = -1
+        self.last_ledger_fd = -1
         self.ledger: Ledger | None = None
 
     def connect(self, path: str, incarnation: str, role: wire.Role) -> str:
@@ -62,12 +63,16 @@ class Lessee:
     def open_arena(self, tokens: int = 128) -> int:
         assert self.client is not None
         request = wire.OpenArena({**SPEC, "tokens": tokens}, KV_BYTES, TABLE_BYTES, ledger_bytes(ROWS, WIDTH))
-        lent, self.lease = self.client.ask(request, wire.ArenaLent)
+        lent, fds = self.client.ask(request, wire.ArenaLent)
+        self.ledger = Ledger(fds[1], ROWS, WIDTH)
+        if lent.epoch:
+            self.kv_fd = fds[2]
+        if lent.last_epoch:
+            self.last_ledger_fd = fds[4]
         return lent.epoch
 
     def serve(self, epoch: int) -> str:
-        assert self.client is not None
-        self.ledger = Ledger(self.lease[2], ROWS, WIDTH)
+        assert self.client is not None and self.ledger is not None
         self.ledger.begin(epoch)
         self.client.tell(wire.Serving({"rows": ROWS}))
         return "serving"
@@ -83,24 +88,34 @@ class Lessee:
         return "begun"
 
     def last_proven(self, epoch: int) -> dict[int, list[int]]:
-        last = Ledger(self.lease[4], ROWS, WIDTH, writable=False)
+        last = Ledger(self.last_ledger_fd, ROWS, WIDTH, writable=False)
         return {entry.row: list(entry.token_ids[: entry.proven]) for entry in last.proven(epoch)}
 
     def write_kv(self, text: str) -> str:
-        with mmap.mmap(self.lease[0], KV_BYTES) as memory:
+        with mmap.mmap(self.kv_fd, KV_BYTES) as memory:
             memory[: len(text)] = text.encode()
         return "written"
 
     def read_kv(self, count: int) -> str:
-        with mmap.mmap(self.lease[0], KV_BYTES, access=mmap.ACCESS_READ) as memory:
+        with mmap.mmap(self.kv_fd, KV_BYTES, access=mmap.ACCESS_READ) as memory:
             return memory[:count].decode()
 
     def order(self) -> dict[str, Any]:
-        """Wait for the server's next order; a lease that comes with it is ours."""
+        """Wait for the server's next order; what comes with it is ours."""
         assert self.client is not None
         answer, fds = self.client.receive(30.0)
-        if isinstance(answer, wire.Granted):
-            self.lease = fds
+        match answer:
+            case wire.ArmNow():
+                self.kv_fd = fds[0]
+            case wire.Follow():
+                self.last_ledger_fd = fds[1]
+            case wire.Granted() | wire.Released():
+                if answer.writable:
+                    self.kv_fd = fds[0]
+                if isinstance(answer, wire.Granted) and answer.follow:
+                    self.last_ledger_fd = fds[-1]
+            case _:
+                pass
         return {"order": type(answer).__name__, **{name: getattr(answer, name) for name in answer.__struct_fields__}}
 
     def armed(self) -> str:

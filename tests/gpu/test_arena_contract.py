@@ -35,14 +35,15 @@ def owner(device: str) -> ArenaOwner:
 class Child:
     """A process that was lent memory, and what it says."""
 
-    def __init__(self, fd: int, device: str, size_bytes: int, verb: str) -> None:
+    def __init__(self, fds: list[int], device: str, size_bytes: int, verb: str) -> None:
         self.connection, theirs = socket.socketpair()
         self.connection.settimeout(DEADLINE_S)
         command = [sys.executable, "-m", "tests.gpu.arena_child", str(theirs.fileno()), device, str(size_bytes), verb]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT, stderr=subprocess.PIPE)
         theirs.close()
-        socket.send_fds(self.connection, [b"x"], [fd])
-        os.close(fd)
+        socket.send_fds(self.connection, [b"x"], fds)
+        for fd in fds:
+            os.close(fd)
 
     def says(self) -> bytes:
         """What comes next; empty when the child has ended."""
@@ -59,11 +60,11 @@ class Child:
 
 def test_what_one_process_wrote_the_next_one_reads(device: str, owner: ArenaOwner) -> None:
     memory = owner.create(SIZES[device])
-    writer = Child(owner.export(memory, writable=True), device, memory.size_bytes, "fill")
+    writer = Child([owner.export(memory, writable=True)], device, memory.size_bytes, "fill")
     assert writer.says() == b"right", writer.end()
     writer.process.kill()
     writer.end()
-    reader = Child(owner.export(memory, writable=False), device, memory.size_bytes, "read")
+    reader = Child([owner.export(memory, writable=False)], device, memory.size_bytes, "read")
     assert reader.says() == b"right", reader.end()
     assert reader.end()[0] == 0
     owner.release(memory)
@@ -71,25 +72,27 @@ def test_what_one_process_wrote_the_next_one_reads(device: str, owner: ArenaOwne
 
 def test_a_write_through_a_read_only_mapping_hits_the_writer_and_nothing_else(device: str, owner: ArenaOwner) -> None:
     memory = owner.create(SIZES[device])
-    writer = Child(owner.export(memory, writable=True), device, memory.size_bytes, "fill")
+    writer = Child([owner.export(memory, writable=True)], device, memory.size_bytes, "fill")
     assert writer.says() == b"right", writer.end()
     writer.end()
-    trespasser = Child(owner.export(memory, writable=False), device, memory.size_bytes, "trespass")
+    trespasser = Child([owner.export(memory, writable=False)], device, memory.size_bytes, "trespass")
     assert trespasser.says() == b"about to write"
     assert trespasser.says() == b""
     assert trespasser.end()[0] != 0
-    reader = Child(owner.export(memory, writable=False), device, memory.size_bytes, "read")
+    reader = Child([owner.export(memory, writable=False)], device, memory.size_bytes, "read")
     assert reader.says() == b"right", reader.end()
     reader.end()
     owner.release(memory)
 
 
-def test_scratch_gives_way_to_the_memory_at_the_same_addresses(device: str, owner: ArenaOwner) -> None:
+def test_scratch_gives_way_to_the_memory_first_to_read_then_to_write(device: str, owner: ArenaOwner) -> None:
     memory = owner.create(SIZES[device])
-    writer = Child(owner.export(memory, writable=True), device, memory.size_bytes, "fill")
+    writer = Child([owner.export(memory, writable=True)], device, memory.size_bytes, "fill")
     assert writer.says() == b"right", writer.end()
     writer.end()
-    shadow = Child(owner.export(memory, writable=True), device, memory.size_bytes, "scratch")
+    fds = [owner.export(memory, writable=writable) for writable in (False, True)]
+    shadow = Child(fds, device, memory.size_bytes, "scratch")
+    assert shadow.says() == b"right", shadow.end()
     assert shadow.says() == b"right", shadow.end()
     assert shadow.end()[0] == 0
     owner.release(memory)

@@ -118,6 +118,7 @@ def a_shadow(server: Path, start: Callable[[], Child], name: str = "b") -> Child
         assert child.do("order") == {"order": "ArmNow"}
         child.do("armed")
         client.receive(20.0)
+    assert child.do("order") == {"order": "Follow"}
     return child
 
 
@@ -169,9 +170,16 @@ def test_a_handover_waits_for_the_death_and_shows_what_was_proven(server: Path, 
     with MemoryClient.connect(server, "host", "control")[0] as client:
         main.kill()
         client.tell(wire.Promote("b", True, True, False, 20.0))  # the server may not have seen the death yet
-        assert shadow.do("order") == {"order": "Granted", "epoch": 2, "adopt": True, "quarantined": False}
+        granted = shadow.do("order")
+        assert granted["order"] == "Granted" and not granted["quarantined"] and not granted["follow"]
+        assert granted["epoch"] == 2 and granted["last_epoch"] == 1 and granted["adopt"]
         assert shadow.do("read_kv", 7) == "kv of a"
         assert shadow.do("last_proven", 1) == {"1": [5, 6, 7]}
+        if not granted["writable"]:  # the bell was faster than the process's end
+            with pytest.raises(AssertionError, match="PermissionError"):
+                shadow.do("write_kv", "kv of b")
+            assert shadow.do("order") == {"order": "Released", "writable": True}
+        shadow.do("write_kv", "kv of b")
         shadow.do("serve", 2)
         answer, _ = client.receive(20.0)
     assert isinstance(answer, wire.Facts) and answer.facts["rows"] == 4
@@ -185,7 +193,10 @@ def test_a_stopped_main_is_killed_before_anyone_else_may_write(server: Path, sta
         promote(server, "b")
     with MemoryClient.connect(server, "host", "control")[0] as client:
         client.tell(wire.Promote("b", True, True, False, 20.0))
-        assert shadow.do("order")["epoch"] == 2
+        granted = shadow.do("order")
+        assert granted["epoch"] == 2
+        if not granted["writable"]:
+            shadow.do("order")
         assert main.process.wait(30) == -signal.SIGKILL
         shadow.do("serve", 2)
         client.receive(20.0)
@@ -196,12 +207,29 @@ def test_an_early_grant_is_quarantined_until_the_death_is_proved(server: Path, s
     with MemoryClient.connect(server, "host", "control")[0] as client:
         client.tell(wire.Promote("b", True, True, True, 20.0))
         granted = shadow.do("order")
-        assert granted["order"] == "Granted" and granted["epoch"] == 2
+        assert granted["order"] == "Granted" and granted["epoch"] == 2 and granted["writable"]
+        shadow.do("write_kv", "kv of b")
         shadow.do("serve", 2)
         client.receive(20.0)
     if granted["quarantined"]:
-        assert shadow.do("order") == {"order": "Released"}
+        assert shadow.do("order") == {"order": "Released", "writable": False}
     assert main.process.wait(30) == -signal.SIGKILL
+
+
+def test_a_second_shadow_adopts_from_the_first_one(server: Path, start: Callable[[], Child]) -> None:
+    main, first, second = a_main(server, start), a_shadow(server, start), a_shadow(server, start, "c")
+    for dead, next_one, name, epoch in ((main, first, "b", 2), (first, second, "c", 3)):
+        dead.do("ledger_write", 0, [epoch, 7, 8])
+        dead.kill()
+        with MemoryClient.connect(server, "host", "control")[0] as client:
+            client.tell(wire.Promote(name, True, True, False, 20.0))
+            while (order := next_one.do("order"))["order"] != "Granted":
+                assert order == {"order": "Follow"}  # the first one's books, mapped ahead if there was time
+            if not order["writable"]:
+                next_one.do("order")
+            assert next_one.do("last_proven", epoch - 1) == {"0": [epoch, 7]}
+            next_one.do("serve", epoch)
+            client.receive(20.0)
 
 
 def test_weights_whose_writer_died_are_torn_and_never_served(server: Path, start: Callable[[], Child]) -> None:

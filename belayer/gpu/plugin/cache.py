@@ -1,7 +1,8 @@
 """An engine's KV buffers and slot table lie in the memory server's arena, at fixed addresses.
 
-One range of addresses: the slot table, the KV buffers, and room for the last holder's slot table. A main maps its
-lease there; a shadow backs it with scratch, captures its CUDA graphs over that, and maps its lease when it is granted.
+One range of addresses: the slot table, the KV buffers, and room for the last holder's slot table. The slot table is
+the engine's own from the start. A main maps the KV to write; a shadow backs its addresses with scratch, captures its
+CUDA graphs over that, and once armed has the KV mapped to read, until it may write.
 
 Invariant: the tensors always have the addresses and shapes that the server knows; an engine whose shapes differ is
 refused before it maps anything.
@@ -36,7 +37,7 @@ class Cache:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.epoch = 0
-        self.fresh = True
+        self.last_epoch = 0
         self.ledger: Ledger | None = None
         self._last_ledger: Ledger | None = None
         self._last_table: Allocation | None = None
@@ -90,67 +91,72 @@ class Cache:
         }
         request = wire.OpenArena(spec, self._kv_bytes, self._table_bytes, ledger_bytes(rows, width))
         lent, fds = self._link.client.ask(request, wire.ArenaLent)
-        self.epoch, self.fresh = lent.epoch, lent.fresh
+        self.epoch, self.last_epoch = lent.epoch, lent.last_epoch
         mapper.reserve(KV_ADDRESS, self._kv_bytes + 2 * self._table_bytes)
+        table_fd, ledger_fd, *lease = fds
+        mapper.map(KV_ADDRESS, mapper.take(table_fd, self._table_bytes), writable=True)
+        self.ledger = Ledger(ledger_fd, *self._table_shape)
+        os.close(ledger_fd)
         if lent.epoch:
-            self._map_lease(fds)
+            mapper.map(self._kv_address, mapper.take(lease.pop(0), self._kv_bytes), writable=True)
         else:
-            mapper.map_scratch(KV_ADDRESS, self._table_bytes + self._kv_bytes, self._table_bytes)
-        at = KV_ADDRESS + self._table_bytes
+            mapper.map_scratch(self._kv_address, self._kv_bytes)
+        if lent.last_epoch:
+            self.follow(lease)
+        at = self._kv_address
         pool.k_buffer, pool.v_buffer = [], []
         for _layer in range(pool.layer_num):
             pool.k_buffer.append(mapper.tensor(at, k_shape, pool.store_dtype))
             pool.v_buffer.append(mapper.tensor(at + k_bytes, v_shape, pool.store_dtype))
             at += k_bytes + v_bytes
         self._pool.req_to_token = self._table_at(KV_ADDRESS)
-        if lent.epoch:
-            self._pool.req_to_token.zero_()
-        if lent.epoch and lent.fresh:
+        self._pool.req_to_token.zero_()
+        if lent.epoch and not lent.last_epoch:
             for buffer in (*pool.k_buffer, *pool.v_buffer):
                 buffer.zero_()
         _log.info("belayer: KV arena %.3f GB, %s", self._kv_bytes / 1e9, "lent" if lent.epoch else "on scratch")
 
     # --- the lease ----------------------------------------------------------------------------------------------
 
-    def drop_scratch(self) -> None:
-        """A shadow is warm: its addresses go back to being empty until the lease comes."""
-        self._link.mapper().unmap(KV_ADDRESS, self._table_bytes + self._kv_bytes)
+    def drop_scratch(self, kv_fd: int) -> None:
+        """A shadow is warm: the KV, which it may only read, takes the scratch's place."""
+        mapper = self._link.mapper()
+        mapper.unmap(self._kv_address, self._kv_bytes)
+        mapper.map(self._kv_address, mapper.take(kv_fd, self._kv_bytes), writable=False)
 
-    def map_granted(self, epoch: int, fds: list[int]) -> None:
-        """The lease has come: map it where the scratch was. The slot table starts empty."""
-        self.epoch, self.fresh = epoch, False
-        self._map_lease(fds)
-        self._pool.req_to_token.zero_()
+    def may_write(self, kv_fd: int) -> None:
+        """The lease is ours to write."""
+        self._link.mapper().protect(self._kv_address, kv_fd, self._kv_bytes, writable=True)
 
-    def last_holder(self) -> tuple[Ledger, torch.Tensor]:
-        """The last holder's ledger and slot table, to read until they are let go."""
-        assert self._last_ledger is not None and self._last_table is not None
-        return self._last_ledger, self._table_at(self._last_table_address)
+    def follow(self, fds: list[int]) -> None:
+        """Map the slot table and ledger of the last holder, or of the one that will be it.
 
-    def let_go_of_last(self) -> None:
-        """Unmap what the last holder left. Not while it is dying: the driver would make us wait for its teardown."""
+        They stay mapped: unmapping them would make a new main wait for the driver.
+        """
         mapper = self._link.mapper()
         if self._last_table is not None and self._last_ledger is not None:
             mapper.unmap(self._last_table_address, self._table_bytes)
             mapper.forget(self._last_table)
             self._last_ledger.close()
-            self._last_table = self._last_ledger = None
+        table_fd, ledger_fd = fds
+        self._last_table = mapper.take(table_fd, self._table_bytes)
+        mapper.map(self._last_table_address, self._last_table, writable=False)
+        self._last_ledger = Ledger(ledger_fd, *self._table_shape, writable=False)
+        os.close(ledger_fd)
+
+    def last_holder(self) -> tuple[Ledger, torch.Tensor] | None:
+        """The last holder's ledger and slot table; None when there was none."""
+        if not self.last_epoch or self._last_ledger is None:
+            return None
+        return self._last_ledger, self._table_at(self._last_table_address)
+
+    @property
+    def _kv_address(self) -> int:
+        return KV_ADDRESS + self._table_bytes
 
     @property
     def _last_table_address(self) -> int:
         return KV_ADDRESS + self._table_bytes + self._kv_bytes
-
-    def _map_lease(self, fds: list[int]) -> None:
-        mapper = self._link.mapper()
-        kv_fd, table_fd, ledger_fd, last_table_fd, last_ledger_fd = fds
-        mapper.map(KV_ADDRESS, mapper.take(table_fd, self._table_bytes), writable=True)
-        mapper.map(KV_ADDRESS + self._table_bytes, mapper.take(kv_fd, self._kv_bytes), writable=True)
-        self._last_table = mapper.take(last_table_fd, self._table_bytes)
-        mapper.map(self._last_table_address, self._last_table, writable=False)
-        self.ledger = Ledger(ledger_fd, *self._table_shape)
-        self._last_ledger = Ledger(last_ledger_fd, *self._table_shape, writable=False)
-        os.close(ledger_fd)
-        os.close(last_ledger_fd)
 
     def _table_at(self, address: int) -> torch.Tensor:
         import torch

@@ -1,8 +1,9 @@
 """The scheduler's side: the ledger at each step, a shadow that waits, and the moment when it takes over.
 
 A shadow serves its warm-up requests on scratch. Armed, it holds every request that comes, in order, until it is
-granted the lease; then it maps the arena, adopts what the last holder proved, and lets the requests go. All of it
-happens in the scheduler's own thread, between two turns of its loop: nothing else touches its tree or its allocator.
+granted the lease; then it adopts what the last holder proved and lets the requests in. They run once it may write,
+which may be later. All of it happens in the scheduler's own thread, between two turns of its loop: nothing else
+touches its tree or its allocator.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from belayer.gpu import wire
-from belayer.gpu.ledger import Ledger, request_digest
+from belayer.gpu.ledger import Entry, Ledger, request_digest
 from belayer.gpu.plugin.adoption import Adopted, adopt
 from belayer.gpu.plugin.cache import Cache
 from belayer.gpu.plugin.link import Link
@@ -40,14 +41,17 @@ class Engine:
         self._link = link
         self._weights = weights
         self._cache = cache
-        self._phase: Literal["starting", "warming", "armed", "serving"] = "starting"
+        self._phase: Literal["starting", "warming", "armed", "waiting", "serving"] = "starting"
         self._ledger: Ledger | None = None
         self._slots: Slots | None = None
         self._resumption = Resumption()
         self._written: dict[int, tuple[str, int]] = {}
         self._steps: deque[int] = deque()
         self._held: list[Any] = []
-        self._arm_asked = False
+        self._arm_with: int | None = None
+        self._granted_s = 0.0
+        self._facts: dict[str, float] = {}
+        self._served_s = 0.0
         self._decoding = False
 
     # --- the loop -----------------------------------------------------------------------------------------------
@@ -56,9 +60,8 @@ class Engine:
         """Before Scheduler.run_event_loop: everything is built, nothing has been served."""
         self._slots = Slots(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
         if self._cache.epoch:
-            facts = self._take_over(scheduler, adopting=not self._cache.fresh, quarantined=False)
-            self._link.client.tell(wire.Serving(facts))
-            _log.info("belayer: main under epoch %d, %s", self._cache.epoch, facts)
+            self._facts = self._take_over(scheduler, adopting=True, quarantined=False)
+            self._serve()
         else:
             self._phase = "warming"
         if scheduler.idle_sleeper is not None:
@@ -68,10 +71,10 @@ class Engine:
 
     def loop_turns(self, scheduler: Any, recv_reqs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before Scheduler.process_input_requests, which every turn of the loop calls."""
-        if self._phase == "serving":
+        if self._phase in ("waiting", "serving"):
             assert self._ledger is not None and self._slots is not None
             self._ledger.beat()
-            if self._slots.quarantined:
+            if self._phase == "waiting" or self._slots.quarantined:
                 self._follow_orders(scheduler)
             return (scheduler, self._resumption.completed(scheduler, recv_reqs)), {}
         if self._phase == "starting":
@@ -91,23 +94,25 @@ class Engine:
             order, fds = received
             match order:
                 case wire.ArmNow():
-                    self._arm_asked = True
+                    self._arm_with = fds[0]
+                case wire.Follow():
+                    self._cache.follow(fds)
                 case wire.Granted():
                     self._handover(scheduler, order, fds)
                 case wire.Released():
-                    self._last_is_dead()
-        if self._arm_asked and self._phase == "warming" and scheduler.is_fully_idle():
-            self._arm_asked = False
-            self._arm(scheduler)
+                    self._released(order, fds)
+        if self._arm_with is not None and self._phase == "warming" and scheduler.is_fully_idle():
+            kv_fd, self._arm_with = self._arm_with, None
+            self._arm(scheduler, kv_fd)
 
-    def _arm(self, scheduler: Any) -> None:
+    def _arm(self, scheduler: Any, kv_fd: int) -> None:
         began_s = time.monotonic()
         scheduler.flush_cache()
         assert self._slots is not None
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         rehearse(self._slots, tree, allocator, scheduler.req_to_token_pool.req_to_token)
         scheduler.flush_cache()
-        self._cache.drop_scratch()
+        self._cache.drop_scratch(kv_fd)
         self._phase = "armed"
         self._link.client.tell(wire.Armed({"arm_s": time.monotonic() - began_s, **_device_memory(scheduler)}))
         _log.info("belayer: armed")
@@ -115,16 +120,37 @@ class Engine:
     # --- the handover -------------------------------------------------------------------------------------------
 
     def _handover(self, scheduler: Any, granted: wire.Granted, fds: list[int]) -> None:
-        began_s = time.monotonic()
-        self._cache.map_granted(granted.epoch, fds)
+        began_s = self._granted_s = time.monotonic()
+        cache = self._cache
+        cache.epoch, cache.last_epoch = granted.epoch, granted.last_epoch
+        if granted.follow:
+            cache.follow(fds[-2:])
+        if granted.writable:
+            cache.may_write(fds[0])
         mapped_s = time.monotonic()
-        facts = self._take_over(scheduler, adopting=granted.adopt, quarantined=granted.quarantined)
-        facts |= {"map_s": mapped_s - began_s, "adopt_s": time.monotonic() - mapped_s}
-        self._link.client.tell(wire.Serving(facts))
-        _log.info("belayer: main under epoch %d, %s", granted.epoch, facts)
+        self._facts = self._take_over(scheduler, adopting=granted.adopt, quarantined=granted.quarantined)
+        self._facts |= {"map_s": mapped_s - began_s, "adopt_s": time.monotonic() - mapped_s}
+        if granted.writable:
+            self._serve()
+
+    def _released(self, released: wire.Released, fds: list[int]) -> None:
+        """The last holder is dead."""
+        if released.writable:
+            began_s = time.monotonic()
+            self._cache.may_write(fds[0])
+            self._facts |= {"wait_s": began_s - self._granted_s, "unlock_s": time.monotonic() - began_s}
+            self._serve()
+        else:
+            self._end_quarantine()
+
+    def _serve(self) -> None:
+        self._phase = "serving"
+        self._served_s = time.monotonic()
+        self._link.client.tell(wire.Serving(self._facts))
+        _log.info("belayer: main under epoch %d, %s", self._cache.epoch, self._facts)
 
     def _take_over(self, scheduler: Any, *, adopting: bool, quarantined: bool) -> dict[str, float]:
-        """Adopt what the last holder proved, and write the ledger under our own epoch."""
+        """Adopt what the last holder proved, and write the ledger under our own epoch. Writes no KV."""
         import torch
 
         cache, tree, allocator = self._cache, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
@@ -132,31 +158,32 @@ class Engine:
         adopting = adopting and scheduler.ps.tp_size == 1
         slots = self._slots
         adopted = Adopted(0, 0)
-        last, table = cache.last_holder()
-        last_epoch = cache.epoch - 1
-        entries = list(last.proven(last_epoch)) if adopting else []
-        reserved = last.reserved(last_epoch)
-        if quarantined and len(reserved) < _STEPS_WITHOUT_RELEASE * max(1, len(entries)):
-            self._await_release()
-            quarantined = False
-        reserve = torch.tensor(reserved, dtype=torch.int64, device=table.device)
-        if entries:
-            adopted = adopt(tree, allocator, table, entries, reserve)
-        if quarantined:
-            slots.quarantine(reserve)
+        entries: list[Entry] = []
+        if (last_holder := cache.last_holder()) is not None:
+            last, table = last_holder
+            entries = list(last.proven(cache.last_epoch)) if adopting else []
+            reserved = last.reserved(cache.last_epoch)
+            if quarantined and len(reserved) < _STEPS_WITHOUT_RELEASE * max(1, len(entries)):
+                self._await_release()
+                quarantined = False
+            reserve = torch.frombuffer(reserved, dtype=torch.int64) if reserved else torch.empty(0, dtype=torch.int64)
+            reserve = reserve.to(table.device)
+            if entries:
+                adopted = adopt(tree, allocator, table, entries, reserve)
+            if quarantined:
+                slots.quarantine(reserve)
         cache.ledger.begin(cache.epoch)
         self._ledger = cache.ledger
         if not quarantined:
-            self._last_is_dead()
+            cache.ledger.reserve(slots.keep_reserve())
         self._resumption.learn(entries if adopted.tokens else ())
-        self._phase = "serving"
+        self._phase = "waiting"
         return {"adopted_tokens": adopted.tokens, "adopted_requests": adopted.requests, "early": float(quarantined)}
 
-    def _last_is_dead(self) -> None:
-        """Nothing is quarantined any more; set a reserve of our own aside for whoever comes next."""
+    def _end_quarantine(self) -> None:
+        """Set a reserve of our own aside for whoever comes next."""
         assert self._slots is not None and self._ledger is not None
         self._slots.release_quarantine()
-        self._cache.let_go_of_last()
         self._ledger.reserve(self._slots.keep_reserve())
 
     def _await_release(self) -> None:
@@ -176,6 +203,8 @@ class Engine:
             tokens = int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else len(batch.reqs)
             self._steps.append(tokens)
             self._ledger.begin_step(tokens)
+            if self._served_s:
+                self._say_soon(f"a batch of {len(batch.reqs)}")
         self._weights.are_used()
 
     def step_ends(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
@@ -197,6 +226,9 @@ class Engine:
         ledger = self._ledger
         if ledger is None or not self._decoding:
             return
+        if self._served_s:
+            self._say_soon(f"tokens of {len(requests)}")
+            self._served_s = 0.0
         written, version = self._written, self._weights.version
         for request in requests:
             row, output = request.req_pool_idx, request.output_ids
@@ -212,6 +244,10 @@ class Engine:
             elif known[1] < total:
                 ledger.write(row, request_digest(request.rid), known[1], output[known[1] - len(prompt) :], version)
             written[row] = (request.rid, total)
+
+    def _say_soon(self, what: str) -> None:
+        """For the log: what is done first after a handover, and how soon."""
+        _log.info("belayer: %s, %.4f s after it served", what, time.monotonic() - self._served_s)
 
     def row_freed(self, pool: Any, request: Any) -> None:
         """Before ReqToTokenPool.free: from here on the row's slots may be given to another request."""
@@ -231,7 +267,12 @@ class Engine:
     def prefill_is_chosen(
         self, original: Callable[..., Any], scheduler: Any, *, running_batch: Any, **named: Any
     ) -> Any:
-        """Around the choice of the next prefill: requests that need none join the decode batch first."""
+        """Around the choice of the next prefill: requests that need none join the decode batch first.
+
+        Until the KV may be written nothing is chosen.
+        """
+        if self._phase == "waiting":
+            return None, running_batch
         return original(scheduler, running_batch=self._resumption.join(scheduler, running_batch), **named)
 
     def cache_flushed(self, original: Callable[..., bool], scheduler: Any, *arguments: Any, **named: Any) -> bool:
@@ -240,7 +281,7 @@ class Engine:
             return original(scheduler, *arguments, **named)
         if self._slots.quarantined:
             self._await_release()
-            self._last_is_dead()
+            self._end_quarantine()
         self._ledger.reserve(())
         flushed = original(scheduler, *arguments, **named)
         if flushed:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from belayer.gpu import wire
-from belayer.gpu.arena import WEIGHTS_ADDRESS, Allocation
+from belayer.gpu.arena import WEIGHTS_ADDRESS
 from belayer.gpu.errors import UnsupportedEngineError
 from belayer.gpu.plugin.layout import Layout, build_without_memory
 from belayer.gpu.plugin.link import Link
@@ -29,9 +29,8 @@ _log = logging.getLogger("belayer")
 class _Update:
     """A weight update under way."""
 
-    def __init__(self, version: int, writable: Allocation) -> None:
+    def __init__(self, version: int) -> None:
         self.version = version
-        self.writable = writable
         self.failed = False
 
 
@@ -41,7 +40,6 @@ class Weights:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.version = 0
-        self._readable: Allocation | None = None
         self._update: _Update | None = None
 
     # --- loading ------------------------------------------------------------------------------------------------
@@ -73,10 +71,9 @@ class Weights:
         mapper.map(WEIGHTS_ADDRESS, allocation, writable=lent.writable)
         layout.move(mapper, WEIGHTS_ADDRESS, copy=lent.writable)
         self.version = lent.version
-        self._readable = allocation
         if lent.writable:
             mapper.synchronize()
-            self._commit(_Update(0, allocation))
+            self._commit(_Update(0))
             gc.collect()
             _empty_cache(str(device_config.device))
         _log.info(
@@ -111,10 +108,8 @@ class Weights:
         if self._update is None:
             version = self.version + 1 if version is None else version
             lent, fds = self._link.client.ask(wire.BeginWeights(version), wire.WeightsLent)
-            mapper = self._link.mapper()
-            writable = mapper.take(fds[0], lent.size_bytes)
-            mapper.protect(WEIGHTS_ADDRESS, writable, writable=True)
-            self._update = _Update(version, writable)
+            self._link.mapper().protect(WEIGHTS_ADDRESS, fds[0], lent.size_bytes, writable=True)
+            self._update = _Update(version)
         elif version is not None:
             self._update.version = version
         self._update.failed = False
@@ -127,14 +122,8 @@ class Weights:
 
     def _commit(self, update: _Update) -> None:
         """Read-only again, for every engine."""
-        mapper = self._link.mapper()
         lent, fds = self._link.client.ask(wire.CommitWeights(update.version), wire.WeightsLent)
-        readable = mapper.take(fds[0], lent.size_bytes)
-        mapper.protect(WEIGHTS_ADDRESS, readable, writable=False)
-        mapper.forget(update.writable)
-        if self._readable is not None and self._readable != update.writable:
-            mapper.forget(self._readable)
-        self._readable = readable
+        self._link.mapper().protect(WEIGHTS_ADDRESS, fds[0], lent.size_bytes, writable=False)
         self.version = update.version
 
 
