@@ -1,7 +1,7 @@
 """What the kernel does with a killed process, and when: `python -m benchmarks.teardown PID` until PID is gone.
 
-Prints one line when it looks, and at the end a JSON list of [monotonic seconds, what was new]: its memory in MB and threads before the kill; then when it was
-marked as exiting, when its memory was gone, when its files were, when it was.
+Prints one line when it looks, and at the end a JSON list of [monotonic seconds, what was new]: its memory in MB and
+threads before the kill; then when its memory was gone, when its files were, when it was a zombie, when it was gone.
 """
 
 from __future__ import annotations

@@ -157,7 +157,13 @@ def test_a_second_main_is_refused_while_the_first_lives(server: Path, start: Cal
     second.do("connect", str(server), "c", "main")
     with pytest.raises(AssertionError, match=f"LeaseHeldError.*pid {main.process.pid}"):
         second.do("open_arena")
-    main.kill()
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.ask(wire.Watch(), wire.Facts)
+        main.kill()
+        kinds = [
+            event.kind for event in (client.receive(20.0)[0] for _ in range(2)) if isinstance(event, wire.EngineEvent)
+        ]
+    assert kinds == ["dying", "dead"]
     assert second.do("open_arena") == 2
 
 
