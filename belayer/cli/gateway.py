@@ -1,0 +1,171 @@
+"""`belayer gateway`: an HTTP server for rollout code that stands before the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from belayer.cli.options import Namespace, Url
+from belayer.errors import InputError
+from belayer.gpu.gateway.settings import Settings
+
+if TYPE_CHECKING:
+    from belayer.gpu.gateway.text import Tokenizer
+
+_DEFAULT = Settings()
+_FILES_A_STREAM = 2
+_FILES_BESIDES = 200
+
+HELP = """Answer rollout code in place of the engines: /generate, /v1/completions and /v1/chat/completions.
+
+Every token is in the journal before the caller has it. When an engine dies the stream goes on on its shadow or on
+another engine; when the gateway dies, ask again with the same rid and the offset that you have (header
+X-Belayer-Offset). Any number of gateways may serve the same workers. SIGTERM lets running requests finish first.
+
+Prints one line, `ready http://HOST:PORT`, once it answers. Every option can be set by BELAYER_GATEWAY_<OPTION> too.
+
+Examples:
+
+  belayer gateway --url redis://journal:6379 --worker engine-0 --worker engine-1 --port 8000
+
+  belayer gateway --worker engine-0 --tokenizer /models/qwen3 --on-disconnect continue --max-streams 4000
+
+  curl -N localhost:8000/generate -H 'X-Belayer-Trajectory: t-17' -d '{"rid": "t-17-1", "stream": true,
+  "input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 512}, "return_logprob": true}'
+"""
+
+
+def _option(help_text: str, name: str, minimum: float | None = None) -> object:
+    return typer.Option(help=help_text, envvar=f"BELAYER_GATEWAY_{name}", min=minimum)
+
+
+def gateway(
+    worker: Annotated[list[str], _option("A worker of the journal whose engines answer; may be repeated.", "WORKER")],
+    url: Url = None,
+    namespace: Namespace = "default",
+    durability: Annotated[
+        str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")
+    ] = "everysec",
+    host: Annotated[str, _option("The address to listen at.", "HOST")] = "127.0.0.1",
+    port: Annotated[int, _option("The port to listen at; 0: any that is free.", "PORT")] = 0,
+    tokenizer: Annotated[
+        Path | None, _option("Folder with tokenizer.json, for text, chat and stop strings.", "TOKENIZER")
+    ] = None,
+    model: Annotated[str, _option("What /v1/models calls the model.", "MODEL")] = _DEFAULT.model,
+    run: Annotated[str, _option("The run of new trajectories; without it the workers'.", "RUN")] = _DEFAULT.run,
+    max_streams: Annotated[
+        int, _option("Open requests; one more is answered 503.", "MAX_STREAMS", 1)
+    ] = _DEFAULT.max_streams,
+    on_disconnect: Annotated[
+        Literal["abort", "continue"], _option("What becomes of a request whose caller stays away.", "ON_DISCONNECT")
+    ] = _DEFAULT.on_disconnect,
+    grace_s: Annotated[
+        float, _option("How long a caller may be away before its request is aborted.", "GRACE_S", 0)
+    ] = _DEFAULT.grace_s,
+    request_timeout_s: Annotated[
+        float | None, _option("The longest that a request may take; without it there is no limit.", "REQUEST_TIMEOUT_S")
+    ] = _DEFAULT.request_timeout_s,
+    engine_wait_s: Annotated[
+        float, _option("How long a request waits for a ready engine.", "ENGINE_WAIT_S", 0)
+    ] = _DEFAULT.engine_wait_s,
+    handover_wait_s: Annotated[
+        float, _option("How long of that for its own engine's shadow.", "HANDOVER_WAIT_S", 0)
+    ] = _DEFAULT.handover_wait_s,
+    journal_wait_s: Annotated[
+        float, _option("How long a request is held while the journal does not answer.", "JOURNAL_WAIT_S", 0)
+    ] = _DEFAULT.journal_wait_s,
+    silence_s: Annotated[
+        float, _option("An engine silent for so long has failed the request.", "SILENCE_S", 0.1)
+    ] = _DEFAULT.silence_s,
+    lag_tokens: Annotated[
+        int, _option("Tokens that a caller may be behind before its engine is not read on.", "LAG_TOKENS", 1)
+    ] = _DEFAULT.lag_tokens,
+    appends_per_s: Annotated[
+        int, _option("Journal appends that all streams together aim at.", "APPENDS_PER_S", 1)
+    ] = _DEFAULT.appends_per_s,
+    adopts_kv: Annotated[
+        bool, _option("The engines run Belayer's plugin: resume in the adopted KV cache.", "ADOPTS_KV")
+    ] = _DEFAULT.adopts_kv,
+    drain_s: Annotated[
+        float, _option("How long running requests may finish after SIGTERM.", "DRAIN_S", 0)
+    ] = _DEFAULT.drain_s,
+) -> None:
+    settings = Settings(
+        max_streams=_possible(max_streams),
+        on_disconnect=on_disconnect,
+        grace_s=grace_s,
+        request_timeout_s=request_timeout_s,
+        engine_wait_s=engine_wait_s,
+        handover_wait_s=handover_wait_s,
+        journal_wait_s=journal_wait_s,
+        silence_s=silence_s,
+        lag_tokens=lag_tokens,
+        appends_per_s=appends_per_s,
+        adopts_kv=adopts_kv,
+        drain_s=drain_s,
+        run=run,
+        model=model,
+    )
+    asyncio.run(_run(worker, url, namespace, durability, host, port, _loaded(tokenizer), settings))
+
+
+def _loaded(folder: Path | None) -> Tokenizer | None:
+    from belayer.gpu.gateway.text import Tokenizer
+
+    if folder is None:
+        return None
+    loaded = Tokenizer(folder)
+    loaded.check()
+    return loaded
+
+
+def _possible(max_streams: int) -> int:
+    """The same, once this process may open so many sockets. InputError when it may not."""
+    import resource
+
+    needed = _FILES_A_STREAM * max_streams + _FILES_BESIDES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(hard, needed)))
+        except (ValueError, OSError):
+            most = max(1, (hard - _FILES_BESIDES) // _FILES_A_STREAM)
+            raise InputError(
+                f"--max-streams {max_streams} needs {needed} open files and this process may have {hard}: raise the "
+                f"limit (ulimit -n), or give --max-streams {most}"
+            ) from None
+    return max_streams
+
+
+async def _run(
+    workers: list[str],
+    url: str | None,
+    namespace: str,
+    durability: str,
+    host: str,
+    port: int,
+    tokenizer: Tokenizer | None,
+    settings: Settings,
+) -> None:
+    from belayer.actors.reports import report_engine_failure
+    from belayer.gpu.gateway.server import serving
+    from belayer.journal.connect import open_store
+
+    if not url:
+        raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")
+    store = await open_store(url, durability=durability, namespace=namespace)
+
+    async def report(worker: str, incarnation: str, kind: Literal["died", "unreachable"], evidence: str) -> None:
+        await report_engine_failure(store, worker, incarnation, kind, evidence, "gateway")
+
+    try:
+        async with serving(store, workers, report, settings, tokenizer, host, port) as served:
+            sys.stdout.write(f"ready {served.address}\n")
+            sys.stdout.flush()
+            await served.until_stopped()
+    finally:
+        await store.close()

@@ -1,0 +1,91 @@
+"""Connections to engines, and what a broken stream says about one.
+
+Invariant: an engine is reported as failed only when its process is gone or nothing listens at its address: a report
+has it killed, with all its streams. A stream that breaks while the engine is there is that request's failure alone;
+a hung engine is for the detector to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from belayer.gpu.gateway.workers import Route
+from belayer.gpu.http_engine import HttpEngine
+from belayer.gpu.protocol import EngineProcess
+from belayer.journal.events import WorkerRegistered
+from belayer.processes import host_name, is_alive
+
+Report = Callable[[str, str, Literal["died", "unreachable"], str], Awaitable[object]]
+"""Says in the journal that (worker, incarnation) has failed (how, evidence)."""
+
+_ANSWER_S = 2.0
+_AGAIN_S = 1.0
+
+
+class Engines:
+    """One client for each incarnation."""
+
+    def __init__(self, report: Report, silence_s: float) -> None:
+        self._report = report
+        self._silence_s = silence_s
+        self._clients: dict[str, HttpEngine] = {}
+        self._judged: dict[str, asyncio.Task[bool]] = {}
+
+    def connect(self, route: Route) -> HttpEngine:
+        """The client for that engine."""
+        found = self._clients.get(route.incarnation)
+        if found is None:
+            at = route.engine.registered
+            process = EngineProcess(at.incarnation, at.host, at.pid, at.pid_start_ticks, at.address)
+            found = self._clients[route.incarnation] = HttpEngine(process, silence_s=self._silence_s)
+        return found
+
+    async def failed(self, route: Route, evidence: str) -> float:
+        """A stream of this engine broke: until when (monotonic) that request should avoid it. Reports a dead engine.
+
+        Any number of streams that break together are one look and one report.
+        """
+        task = self._judged.get(route.incarnation)
+        if task is None:
+            task = asyncio.create_task(self._judge(route, evidence))
+            self._judged[route.incarnation] = task
+            task.add_done_callback(lambda done: self._forget(route.incarnation, done))
+        return math.inf if await asyncio.shield(task) else time.monotonic() + _AGAIN_S
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for task in list(self._judged.values()):
+            task.cancel()
+        await asyncio.gather(*self._judged.values(), return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+
+    async def _judge(self, route: Route, evidence: str) -> bool:
+        kind = await _death(route.engine.registered)
+        if kind is not None:
+            await self._report(route.worker, route.incarnation, kind, evidence)
+        return kind is not None
+
+    def _forget(self, incarnation: str, task: asyncio.Task[bool]) -> None:
+        """A dead engine stays known as dead; anything else is looked at again next time."""
+        if task.cancelled() or task.exception() is not None or not task.result():
+            self._judged.pop(incarnation, None)
+
+
+async def _death(at: WorkerRegistered) -> Literal["died", "unreachable"] | None:
+    if at.host == host_name() and not is_alive(at.pid, at.pid_start_ticks):
+        return "died"
+    host, _, port = at.address.removeprefix("http://").rpartition(":")
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except TimeoutError:
+        return None
+    except OSError:
+        return "unreachable"
+    writer.close()
+    return None
