@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -46,12 +47,13 @@ class Site:
     host: RecordedEngineHost
     recovery: WorkerRecovery
     reports: list[tuple[str, str, str]] = field(default_factory=list)
+    recoveries: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def report(self, worker: str, incarnation: str, kind: Literal["died", "unreachable"], evidence: str) -> None:
         """As `belayer gateway` does it; then recover, as the actors do."""
         self.reports.append((worker, incarnation, kind))
         if await report_engine_failure(self.store, worker, incarnation, kind, evidence, "gateway"):
-            await self.recovery.recover(worker)
+            self.recoveries.append(asyncio.create_task(self.recovery.recover(worker)))
 
     async def worker(self, name: str = "w", shadow: bool = False) -> None:
         """A worker with a main and, if wanted, a shadow."""
@@ -99,6 +101,7 @@ async def site(
     try:
         yield made
     finally:
+        await asyncio.gather(*made.recoveries)
         for stream in await journal.streams(ids.StreamKind.WORKER):
             for engine in (await look(journal, stream.name)).engines.values():
                 await host.kill(process_of(engine))

@@ -96,16 +96,12 @@ class Workers:
                 route = self.route(name)
                 if route is not None and avoid.get(route.incarnation, 0.0) <= now:
                     return route
-                if now < begun + handover_wait_s and self._taking_over(name):
+                if now < begun + handover_wait_s and self.states[name].shadow is not None:
                     break
             if now >= begun + wait_s:
                 raise later("no_engine", f"{self._why()}; the same request may be made again", 2)
             due = [begun + wait_s, begun + handover_wait_s, *avoid.values()]
             await self._change(min(at for at in due if at > now) - now)
-
-    def _taking_over(self, name: str) -> bool:
-        state = self.states[name]
-        return state.recovering or state.shadow is not None
 
     def _why(self) -> str:
         return f"no engine of {', '.join(self.states)} is ready and serves weight version {self.weight_version}"
