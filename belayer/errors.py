@@ -144,6 +144,10 @@ class EngineFailedError(BelayerError):
         self.evidence = evidence
 
 
+class UnguardedMainError(EngineFailedError):
+    """The main's memory server is gone: the main serves on, but no shadow can take it over."""
+
+
 class PrefixRefusedError(BelayerError):
     """The recorded engine was given a prefix that is not the recording's: the caller resumed wrongly."""
 

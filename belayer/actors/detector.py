@@ -1,4 +1,5 @@
-"""Sees processes die, by pidfd and at once, and says so in the journal.
+"""Sees containers and engines fail, at once, and says so in the journal: a container by its pidfd, an engine as its
+host watches it (its end, and a silence that its work does not allow).
 
 The watch is the work on the notice that made the process known: the notice is renewed as long as the process lives,
 so when a detector dies its watches go stale and come to another, which finds a death that nobody saw. A process that
@@ -13,6 +14,8 @@ import asyncio
 from belayer import ids
 from belayer.actors.projector import Projector
 from belayer.actors.reports import report_engine_failure, report_sandbox_failure
+from belayer.actors.worker_recovery import process_of
+from belayer.gpu.protocol import EngineHost
 from belayer.ids import StreamKind
 from belayer.journal.events import WorkerRegistered
 from belayer.journal.store import JournalStore, Notice
@@ -27,8 +30,9 @@ class Detector:
     tags = frozenset({"sandbox-created", "sandbox-restored", "worker-registered"})
     concurrency = 100_000
 
-    def __init__(self, store: JournalStore, host_name: str, by: str) -> None:
+    def __init__(self, store: JournalStore, engines: EngineHost, host_name: str, by: str) -> None:
         self._store = store
+        self._engines = engines
         self._host_name = host_name
         self._by = by
         self._sandboxes = Projector(store, ids.sandbox, sandbox.fold, sandbox.EMPTY)
@@ -50,9 +54,14 @@ class Detector:
         container = state.container
         if state.phase != "live" or container is None or container.host != self._host_name:
             return
-        if await self._ended(container.incarnation, container.pid, container.pid_start_ticks):
-            evidence = f"process 1 of the container (host pid {container.pid}) ended"
-            await report_sandbox_failure(self._store, name, container.incarnation, "died", evidence, self._by)
+        if not self._begin(container.incarnation):
+            return
+        try:
+            await wait_exit(container.pid, container.pid_start_ticks)
+        finally:
+            self._watched.discard(container.incarnation)
+        evidence = f"process 1 of the container (host pid {container.pid}) ended"
+        await report_sandbox_failure(self._store, name, container.incarnation, "died", evidence, self._by)
 
     async def _watch_worker(self, name: str) -> None:
         state = await self._workers.look(name)
@@ -62,17 +71,17 @@ class Detector:
                     watches.create_task(self._watch_engine(name, incarnation, engine.registered))
 
     async def _watch_engine(self, name: str, incarnation: str, registered: WorkerRegistered) -> None:
-        if await self._ended(incarnation, registered.pid, registered.pid_start_ticks):
-            evidence = f"engine process {registered.pid} ended"
-            await report_engine_failure(self._store, name, incarnation, "died", evidence, self._by)
+        if not self._begin(incarnation):
+            return
+        try:
+            failure = await self._engines.watch(process_of(registered))
+        finally:
+            self._watched.discard(incarnation)
+        await report_engine_failure(self._store, name, incarnation, failure.kind, failure.evidence, self._by)
 
-    async def _ended(self, incarnation: str, pid: int, ticks: int) -> bool:
-        """True once the process has ended; False at once when a notice of ours already watches it."""
+    def _begin(self, incarnation: str) -> bool:
+        """False when a notice of ours already watches it."""
         if incarnation in self._watched:
             return False
         self._watched.add(incarnation)
-        try:
-            await wait_exit(pid, ticks)
-        finally:
-            self._watched.discard(incarnation)
         return True

@@ -30,16 +30,22 @@ async def run_actors(
     engines: EngineHost,
     host_name: str,
     ready: asyncio.Event | None = None,
+    *,
+    engine_patience_s: float = PATIENCE_S,
+    relapse_s: float = 0.0,
 ) -> None:
-    """Run detector, checkpointer, recovery and reaper. `ready` is set once they have begun."""
+    """Run detector, checkpointer, recovery and reaper. `ready` is set once they have begun.
+
+    `engine_patience_s`: the same as PATIENCE_S for the start of an engine. `relapse_s`: see WorkerRecovery.
+    """
     by = new_name(host_name)
     consumer = by.removeprefix("actors/")
     actors: list[Actor] = [
-        Detector(store, host_name, by),
+        Detector(store, engines, host_name, by),
         Checkpointer(store, sandboxes, host_name, by, PATIENCE_S),
         Recovery(
             SandboxRecovery(store, sandboxes, host_name, by, PATIENCE_S),
-            WorkerRecovery(store, engines, host_name, by, patience_s=PATIENCE_S),
+            WorkerRecovery(store, engines, host_name, by, patience_s=engine_patience_s, relapse_s=relapse_s),
         ),
         Reaper(store, sandboxes, engines, host_name, by),
     ]

@@ -1,18 +1,25 @@
 """Starts a worker's engines, replaces the main when it fails, and keeps a shadow armed.
 
-Handover: RecoveryStarted, prove the old main dead, promote the shadow, HandoverCompleted and WorkerReady in one
-append. Without a shadow a new main is started instead. Arming another shadow is work of its own, begun by the notice
-of the handover, so that nobody waits for it. An engine that no event names is removed by the reaper.
+Handover: RecoveryStarted, promote the shadow (which proves that the old main can do no harm), HandoverCompleted and
+WorkerReady in one append. Without a shadow a new main is started instead. Arming another shadow is work of its own,
+begun by the notice of the handover, so that nobody waits for it. A main whose memory server is gone serves on without
+a shadow and is replaced, memory server and all, as soon as it is idle. A main that dies again soon after it was
+replaced is taken for a sign of a failing GPU: its worker is excluded, and its requests go to other workers. An engine
+that no event names is removed by the reaper.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterable
 
 from belayer import ids
 from belayer.actors.patience import settled
-from belayer.errors import EngineFailedError, FencedError
-from belayer.gpu.protocol import EngineHost, EngineProcess
+from belayer.errors import EngineFailedError, FencedError, UnguardedMainError
+from belayer.gpu.errors import DeviceUnhealthyError
+from belayer.gpu.protocol import EngineHost, EngineProcess, Handover
+from belayer.journal.codec import Recorded
 from belayer.journal.events import (
     AnyEvent,
     FailureDetected,
@@ -20,10 +27,14 @@ from belayer.journal.events import (
     RecoveryStarted,
     WorkerReady,
     WorkerRegistered,
+    WorkerRemoved,
 )
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, take_over
-from belayer.projections.worker import EngineState, WorkerState, fold
+from belayer.projections.worker import EMPTY, EngineState, WorkerState, evolve, fold
+
+IDLE_S = 600.0
+"""How long a main whose memory server is gone may go on with requests before someone looks again."""
 
 
 def process_of(engine: EngineState | WorkerRegistered) -> EngineProcess:
@@ -50,14 +61,20 @@ class WorkerRecovery:
         by: str,
         weight_version: int = 0,
         patience_s: float = 0.0,
+        relapse_s: float = 0.0,
     ) -> None:
-        """`patience_s`: how long a step of a recovery that another has begun may take before it is taken for dead."""
+        """`patience_s`: how long a step of a recovery that another has begun may take before it is taken for dead.
+
+        `relapse_s`: a second death of a main within that time excludes the worker; 0 never does.
+        """
         self._store = store
         self._patience_s = patience_s
         self._host = host
         self._host_name = host_name
         self._by = by
         self._weight_version = weight_version
+        self._relapse_s = relapse_s
+        self._arming: set[str] = set()
 
     async def start(self, name: str, run: str) -> WorkerState:
         """Start the worker's first main engine. A worker that has one is left as it is."""
@@ -78,39 +95,75 @@ class WorkerRecovery:
         )
         if not self._here(state):
             return
+        if state.excluded:
+            return await self._clear(name)
         if state.serving is None:
             await self._replace_main(name, state.sequence)
             state = await look(self._store, name)
-        if state.serving is not None and state.shadow is None:
-            await self._arm(name)
+        if state.serving is not None and state.shadow is None and name not in self._arming:
+            self._arming.add(name)
+            try:
+                await self._arm(name)
+            except UnguardedMainError as error:
+                await self._renew(name, error.evidence)
+            finally:
+                self._arming.discard(name)
 
     def _here(self, state: WorkerState) -> bool:
         main = state.engines.get(state.main)
         return main is not None and main.status != "removed" and main.registered.host == self._host_name
 
     async def _replace_main(self, name: str, seen: int) -> None:
+        started_s = time.monotonic()
         writer, history = await take_over(self._store, ids.worker(name), self._by, only_at=seen)
         state = fold(history)
-        if state.serving is not None or not self._here(state):
+        if state.serving is not None or state.excluded or not self._here(state):
             return
-        started = time.monotonic()
-        old = state.engines[state.main]
-        await writer.append(
-            RecoveryStarted(state.main, "hand over to the shadow" if state.shadow else "start anew", self._by)
-        )
-        await self._host.kill(process_of(old))
-        if (shadow := state.shadow) is not None:
-            new = shadow.registered.incarnation
-            try:
-                await self._host.promote(process_of(shadow))
-            except EngineFailedError as error:
-                await writer.append(FailureDetected(new, "unreachable", error.evidence, self._by))
-                await self._host.kill(process_of(shadow))
-            else:
-                took_s = time.monotonic() - started
-                await writer.append(HandoverCompleted(state.main, new, took_s), WorkerReady(new, shadow.weight_version))
-                return
-        await self._start_main(writer, name, state.run)
+        if relapse := _relapse(history, self._relapse_s):
+            await writer.append(FailureDetected(state.main, "gpu", relapse, self._by))
+            return await self._clear(name)
+        old = process_of(state.engines[state.main])
+        plan = "hand over to the shadow" if state.shadow else "start anew"
+        await writer.append(RecoveryStarted(state.main, plan, self._by))
+        fenced_s = time.monotonic()
+        try:
+            if (shadow := state.shadow) is not None:
+                new = shadow.registered.incarnation
+                try:
+                    handover = await self._host.promote(process_of(shadow), old)
+                except EngineFailedError as error:
+                    await writer.append(FailureDetected(new, "unreachable", error.evidence, self._by))
+                    await self._host.kill(process_of(shadow))
+                else:
+                    completed = _completed(state.main, new, started_s, fenced_s, handover)
+                    await writer.append(completed, WorkerReady(new, shadow.weight_version))
+                    return await self._host.kill(old)
+            await self._host.kill(old)
+            await self._start_main(writer, name, state.run)
+        except DeviceUnhealthyError as error:
+            await writer.append(FailureDetected(state.main, "gpu", error.evidence, self._by))
+            await self._clear(name)
+
+    async def _clear(self, name: str) -> None:
+        """End all engines of an excluded worker. Called removed before they are killed, so that nobody reports them."""
+        writer, history = await take_over(self._store, ids.worker(name), self._by)
+        state = fold(history)
+        for incarnation, engine in state.engines.items():
+            if engine.status != "removed" and engine.registered.host == self._host_name:
+                await writer.append(WorkerRemoved(incarnation, f"its worker is excluded: {state.excluded}"))
+                await self._host.kill(process_of(engine))
+
+    async def _renew(self, name: str, why: str) -> None:
+        """Replace a main that no shadow can take over, as soon as it is idle; it serves until then."""
+        state = await look(self._store, name)
+        if state.serving is None:
+            return
+        if not await self._host.until_idle(process_of(state.serving), IDLE_S):
+            raise EngineFailedError(state.main, f"{why}, and it was not idle for {IDLE_S:.0f} s; it serves on")
+        with contextlib.suppress(FencedError):
+            writer, history = await take_over(self._store, ids.worker(name), self._by, only_at=state.sequence)
+            await writer.append(FailureDetected(state.main, "unreachable", f"{why}; replaced while idle", self._by))
+            await self._replace_main(name, history[-1].sequence + 1)
 
     async def _arm(self, name: str) -> None:
         """Start a shadow, then register it: the slow part holds no epoch that a handover would wait for."""
@@ -153,3 +206,26 @@ class WorkerRecovery:
             engine.address,
             run,
         )
+
+
+def _completed(old: str, new: str, started_s: float, fenced_s: float, handover: Handover) -> HandoverCompleted:
+    """The event, with its phases: what the host did not measure itself is the new main's way into service."""
+    total_s = time.monotonic() - started_s
+    phases_s = {"fence": fenced_s - started_s, **handover.phases_s}
+    phases_s["serve"] = max(0.0, total_s - sum(phases_s.values()))
+    rounded = {name: round(took_s, 6) for name, took_s in phases_s.items()}
+    return HandoverCompleted(old, new, total_s, rounded, handover.adopted_tokens)
+
+
+def _relapse(history: Iterable[Recorded], within_s: float) -> str:
+    """Why the last two deaths of a main are taken for the GPU's fault; empty when they are not."""
+    deaths_ns: list[int] = []
+    state = EMPTY
+    for recorded in history:
+        event = recorded.event
+        if isinstance(event, FailureDetected) and event.incarnation == state.main and event.kind in ("died", "hung"):
+            deaths_ns.append(recorded.time_ns)
+        state = evolve(state, recorded.sequence, event)
+    if len(deaths_ns) < 2 or deaths_ns[-1] - deaths_ns[-2] > within_s * 1e9:
+        return ""
+    return f"a second main died within {(deaths_ns[-1] - deaths_ns[-2]) / 1e9:.1f} s (limit {within_s:.0f} s)"

@@ -43,6 +43,23 @@ class EngineProcess:
     """`http://host:port`."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """How an engine failed. `evidence` is what was seen, for a person to read."""
+
+    kind: Literal["died", "hung"]
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What a promotion took: seconds by phase, in order, as far as the host knows them; and what it saved."""
+
+    phases_s: Mapping[str, float]
+    adopted_tokens: int = 0
+    adopted_requests: int = 0
+
+
 class Engine(Protocol):
     """A connection to one engine incarnation."""
 
@@ -57,11 +74,25 @@ class EngineHost(Protocol):
     """Starts and ends engine processes on this machine."""
 
     async def start(self, incarnation: str, role: Literal["main", "shadow"]) -> EngineProcess:
-        """Start an engine process and return once it answers. EngineFailedError when it does not in time."""
+        """Start an engine process and return once it answers. EngineFailedError when it does not in time.
+
+        UnguardedMainError when it is to be a shadow and there is nothing that it could take over.
+        """
         ...
 
-    async def promote(self, shadow: EngineProcess) -> None:
-        """Make the standby the main, after the old main is proved dead."""
+    async def promote(self, shadow: EngineProcess, old: EngineProcess | None = None) -> Handover:
+        """Make the standby the main. The old main is killed if need be and can do no harm on return.
+
+        EngineFailedError when the standby cannot serve.
+        """
+        ...
+
+    async def watch(self, engine: EngineProcess) -> EngineFailure:
+        """Return once the engine has failed: at once when its process is gone already."""
+        ...
+
+    async def until_idle(self, engine: EngineProcess, timeout_s: float) -> bool:
+        """True once no request runs on it; False when one still does after the time."""
         ...
 
     async def kill(self, engine: EngineProcess) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,8 @@ import aiohttp
 
 from belayer.errors import EngineFailedError
 from belayer.gpu.http_engine import HttpEngine
-from belayer.gpu.protocol import EngineProcess
-from belayer.processes import host_name, kill, start_ticks
+from belayer.gpu.protocol import EngineFailure, EngineProcess, Handover
+from belayer.processes import host_name, kill, start_ticks, wait_exit
 
 _LOG_TAIL_BYTES = 400
 
@@ -72,8 +73,12 @@ class RecordedEngineHost:
             process.stdout.close()
         return EngineProcess(incarnation, host_name(), process.pid, ticks, address)
 
-    async def promote(self, shadow: EngineProcess) -> None:
-        """Make the standby the main. Repeating it is fine."""
+    async def promote(self, shadow: EngineProcess, old: EngineProcess | None = None) -> Handover:
+        """Make the standby the main, once the old one is proved dead. Repeating it is fine."""
+        began_s = time.monotonic()
+        if old is not None:
+            await self.kill(old)
+        proved_s = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=self._silence_s)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -85,6 +90,16 @@ class RecordedEngineHost:
                     response.raise_for_status()
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
             raise EngineFailedError(shadow.incarnation, f"cannot be promoted ({error!r})") from None
+        return Handover({"prove": proved_s - began_s})
+
+    async def watch(self, engine: EngineProcess) -> EngineFailure:
+        """Return once the process has ended."""
+        await wait_exit(engine.pid, engine.pid_start_ticks)
+        return EngineFailure("died", f"engine process {engine.pid} ended")
+
+    async def until_idle(self, engine: EngineProcess, timeout_s: float) -> bool:
+        """It has no state that a request would lose: always."""
+        return True
 
     async def kill(self, engine: EngineProcess) -> None:
         """SIGKILL the process and return once it is proved gone. A process that is gone already is fine."""

@@ -2,37 +2,47 @@
 
 Invariant: an engine that `start` returned answers; a shadow that it returned is armed, that is warm, without memory
 of its own behind the KV addresses, and waiting. One that it did not return is not running. Engines run in a session
-of their own and end with the owner, not with whoever started them.
+of their own and end with the owner, not with whoever started them. A main that starts finds its device's memory
+server up or starts it; a shadow starts only beside a main that holds that server's memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 
-from belayer.errors import EngineFailedError
+from belayer.errors import EngineFailedError, UnguardedMainError
 from belayer.gpu import wire
-from belayer.gpu.errors import ArenaError
+from belayer.gpu.errors import ArenaError, DeviceUnhealthyError, MemoryServerGoneError
 from belayer.gpu.http_engine import RESUME_KEY, HttpEngine
 from belayer.gpu.memory_client import MemoryClient
-from belayer.gpu.protocol import EngineProcess
-from belayer.processes import host_name, kill, start_ticks
+from belayer.gpu.memory_process import MemoryProcess, ask_status
+from belayer.gpu.protocol import EngineFailure, EngineProcess, Handover
+from belayer.processes import host_name, is_alive, kill, start_ticks, wait_exit
 
 _LOG_TAIL_BYTES = 1500
+_LAST_LINE_BYTES = 300
+_PHASES = {"prove": "prove_s", "map": "map_s", "adopt": "adopt_s"}
+"""Phases of a handover, in order, and what the memory server and the shadow call them."""
+_LOOK_EVERY_S = 0.25
+_IDLE_LOOKS = 3
+"""SGLang's load is a snapshot; so often in a row it must say that nothing runs."""
 
 
 class SglangHost:
     """`python`: the interpreter that has SGLang. `arguments`: SGLang's own, the same for main and shadow.
 
+    `memory`: how to start the memory server; without it someone else sees to that one at `memory_socket`.
     `adopt`: take the dead engine's KV cache over. `early`: before its process is gone (see ArenaDesk).
     """
 
@@ -52,8 +62,10 @@ class SglangHost:
         warm_batch: int = 8,
         adopt: bool = True,
         early: bool = False,
+        memory: MemoryProcess | None = None,
     ) -> None:
-        self._memory_socket = memory_socket
+        self._memory_socket = memory.socket if memory is not None else memory_socket
+        self._memory = memory
         self._arguments = list(arguments)
         self._folder = folder
         self._owner_pid = owner_pid
@@ -74,6 +86,7 @@ class SglangHost:
         """Start an engine and return once it answers; a shadow, once it is armed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._reap()
+        await self._memory_for(incarnation, role)
         log = self._folder / f"{incarnation}.log"
         process, ready = self._spawn(incarnation, role, log)
         ticks = start_ticks(process.pid)
@@ -88,6 +101,8 @@ class SglangHost:
                     self.facts[incarnation] = answer.facts
         except (TimeoutError, ValueError, KeyError, ArenaError, aiohttp.ClientError) as error:
             await kill(process.pid, ticks)
+            if isinstance(error, DeviceUnhealthyError):
+                raise
             tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
             cause = f"{error or 'it took too long'}; its log ends: {tail}"
             raise EngineFailedError(incarnation, f"did not start ({cause}); see {log}") from None
@@ -96,14 +111,92 @@ class SglangHost:
             raise
         return engine
 
-    async def promote(self, shadow: EngineProcess) -> None:
-        """Make the shadow the main: it serves on return. The old main is killed if it is not dead. May be repeated."""
+    async def _memory_for(self, incarnation: str, role: Literal["main", "shadow"]) -> None:
+        """See to it that the memory server can serve the engine that is about to start."""
+        if self._memory_socket is None:
+            return
+        if role == "main":
+            if self._memory is not None:
+                try:
+                    await self._memory.ensure()
+                except ArenaError as error:
+                    raise EngineFailedError(incarnation, f"did not start: {error}") from error
+            return
+        try:
+            holder = (await self.status()).holder
+        except MemoryServerGoneError as error:
+            raise UnguardedMainError(incarnation, f"cannot stand by: {error}") from error
+        if not holder:
+            raise UnguardedMainError(incarnation, f"cannot stand by: no main holds {self._memory_socket}'s memory")
+
+    async def promote(self, shadow: EngineProcess, old: EngineProcess | None = None) -> Handover:
+        """Make the shadow the main: it serves on return. The memory server kills the old main if it is not dead.
+
+        May be repeated.
+        """
         request = wire.Promote(shadow.incarnation, True, self.adopt, self.early, self._promote_timeout_s)
         try:
             answer = await asyncio.to_thread(self._ask, request, self._promote_timeout_s + 5.0)
+        except DeviceUnhealthyError:
+            raise
         except ArenaError as error:
             raise EngineFailedError(shadow.incarnation, f"cannot be promoted: {error}") from error
-        self.facts[shadow.incarnation] = answer.facts
+        self.facts[shadow.incarnation] = facts = answer.facts
+        phases_s = {phase: facts[name] for phase, name in _PHASES.items() if name in facts}
+        adopted = (int(facts.get("adopted_tokens", 0)), int(facts.get("adopted_requests", 0)))
+        return Handover(phases_s, *adopted)
+
+    async def watch(self, engine: EngineProcess) -> EngineFailure:
+        """Return once its scheduler or its process has ended, or it was silent for longer than its work allows.
+
+        /health is never asked: it answers for a dead scheduler, and not in a long prefill. Without the memory server
+        only the end of the process is seen.
+        """
+        ended = asyncio.ensure_future(wait_exit(engine.pid, engine.pid_start_ticks))
+        told = asyncio.ensure_future(self._told_of(engine.incarnation))
+        try:
+            await asyncio.wait((ended, told), return_when=asyncio.FIRST_COMPLETED)
+            if told.done() and (failure := told.result()) is not None:
+                return EngineFailure(failure.kind, f"{failure.evidence}{self._last_words(engine)}")
+            await ended
+            return EngineFailure("died", f"engine process {engine.pid} ended{self._last_words(engine)}")
+        finally:
+            ended.cancel()
+            told.cancel()
+            await asyncio.gather(ended, told, return_exceptions=True)
+
+    async def _told_of(self, incarnation: str) -> EngineFailure | None:
+        """What the memory server says of the engine's failure; None when there is no such server, or no more."""
+        if self._memory_socket is None:
+            return None
+        try:
+            async with contextlib.aclosing(self.events()) as events:
+                async for event in events:
+                    if event.incarnation == incarnation:
+                        return EngineFailure("hung" if event.kind == "hung" else "died", event.evidence)
+        except ArenaError:
+            return None
+        return None
+
+    def _last_words(self, engine: EngineProcess) -> str:
+        """The end of the engine's log, when it says of what it died."""
+        try:
+            lines = (self._folder / f"{engine.incarnation}.log").read_bytes()[-1 << 16 :].decode(errors="replace")
+        except OSError:
+            return ""
+        errors = [line for line in lines.splitlines() if _is_error(line)]
+        return f"; its log: {errors[-1][:_LAST_LINE_BYTES]}" if errors else ""
+
+    async def until_idle(self, engine: EngineProcess, timeout_s: float) -> bool:
+        """True once SGLang says that nothing runs or waits on it, or it is gone; False when not within the time."""
+        idle = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
+                while idle < _IDLE_LOOKS and is_alive(engine.pid, engine.pid_start_ticks):
+                    idle = idle + 1 if await _is_idle(session, engine) else 0
+                    await asyncio.sleep(_LOOK_EVERY_S)
+                return True
+        return False
 
     async def kill(self, engine: EngineProcess) -> None:
         """SIGKILL the engine and return once it is proved gone. A process that is gone already is fine."""
@@ -114,7 +207,7 @@ class SglangHost:
         """A client for that incarnation; close it."""
         return HttpEngine(engine, silence_s=self._silence_s)
 
-    async def events(self) -> AsyncIterator[wire.EngineEvent]:
+    async def events(self) -> AsyncGenerator[wire.EngineEvent]:
         """What happens to this device's engines, as the memory server sees it. Close the iterator to stop."""
         assert self._memory_socket is not None
         client, _ = await asyncio.to_thread(MemoryClient.connect, self._memory_socket, "host", "control")
@@ -134,12 +227,8 @@ class SglangHost:
 
     async def status(self) -> wire.Status:
         """The memory server's state."""
-        return await asyncio.to_thread(self._status)
-
-    def _status(self) -> wire.Status:
         assert self._memory_socket is not None
-        with MemoryClient.connect(self._memory_socket, "host", "control")[0] as client:
-            return client.ask(wire.AskStatus(), wire.Status)[0]
+        return await asyncio.to_thread(ask_status, self._memory_socket)
 
     def _ask(self, request: wire.Request, timeout_s: float) -> wire.Facts:
         assert self._memory_socket is not None
@@ -200,6 +289,21 @@ async def _generate(
         if response.status != 200:
             raise ValueError(f"it answered {response.status} to a warm-up request")
         await response.read()
+
+
+async def _is_idle(session: aiohttp.ClientSession, engine: EngineProcess) -> bool:
+    try:
+        async with session.get(f"{engine.address}/v1/loads", params={"include": "core"}) as response:
+            loads = (await response.json())["loads"]
+        return not any(load.get("num_running_reqs", 0) + load.get("num_waiting_reqs", 0) for load in loads)
+    except (aiohttp.ClientError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_error(line: str) -> bool:
+    """A traceback's last line (`ValueError: ...`), or what the kernel or torch say when memory is out."""
+    word = line.split(":", 1)[0]
+    return ":" in line and word.replace(".", "").isidentifier() and word.endswith(("Error", "Exception"))
 
 
 async def _first_line(fd: int) -> bytes:

@@ -267,11 +267,17 @@ class WorkerReady(Event, frozen=True, array_like=True, tag="worker-ready"):
 
 
 class HandoverCompleted(Event, frozen=True, array_like=True, tag="handover-completed"):
-    """The shadow is the main now; the old incarnation is proved dead."""
+    """The shadow is the main now; the old incarnation is proved dead, or can execute nothing any more.
+
+    `phases_s`: where `handover_s` went, in order: fence (others are shut out), prove (the old one is dead), map (its
+    memory is the new one's), adopt (its KV cache is), serve (the rest). `adopted_tokens`: whose KV was not recomputed.
+    """
 
     from_incarnation: str
     to_incarnation: str
     handover_s: float
+    phases_s: dict[str, float] = {}
+    adopted_tokens: int = 0
 
 
 class WorkerRemoved(Event, frozen=True, array_like=True, tag="worker-removed"):

@@ -49,12 +49,15 @@ class WorkerState(msgspec.Struct, frozen=True):
     """Who began the epoch."""
     recovery_epoch: int = 0
     """The epoch in which the newest recovery was begun."""
+    excluded: str = ""
+    """Why nothing is started for this worker any more: its GPU is not healthy. Its requests go to other workers."""
 
     @property
     def serving(self) -> EngineState | None:
         """The main, if it is ready."""
         engine = self.engines.get(self.main)
-        return engine if engine is not None and engine.status == "ready" else None
+        ready = engine is not None and engine.status == "ready" and not self.excluded
+        return engine if ready else None
 
     @property
     def shadow(self) -> EngineState | None:
@@ -92,7 +95,8 @@ def evolve(state: WorkerState, sequence: int, event: AnyEvent) -> WorkerState:
             return replace(state, sequence=sequence, engines=ready, recovering=recovering)
         case FailureDetected():
             failed = _with(state, event.incarnation, status="failed", evidence=event.evidence)
-            return replace(state, sequence=sequence, engines=failed)
+            excluded = event.evidence if event.kind == "gpu" else state.excluded
+            return replace(state, sequence=sequence, engines=failed, excluded=excluded)
         case RecoveryStarted():
             return replace(state, sequence=sequence, recovering=True, recovery_epoch=state.epoch)
         case HandoverCompleted():

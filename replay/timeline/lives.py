@@ -85,6 +85,9 @@ class Lives:
             case HandoverCompleted():
                 if event.to_incarnation in self._lives:
                     self._lives[event.to_incarnation].serving_ns = now_ns
+                if self._engine_incident is not None:
+                    self._engine_incident.phases_s = event.phases_s
+                    self._engine_incident.adopted_tokens = event.adopted_tokens
                 self._engine_ready(event.to_incarnation, now_ns)
             case WorkerReady():
                 life = self._lives.get(event.incarnation)

@@ -98,6 +98,9 @@ class Incident:
     plan: str = ""
     ready_ns: int | None = None
     successor: str = ""
+    phases_s: dict[str, float] = field(default_factory=dict[str, float])
+    """An engine's handover, phase by phase, where its host measured them."""
+    adopted_tokens: int = 0
     checkpoint: str | None = None
     resumed_ns: int | None = None
     rewound_to: Boundary | None = None

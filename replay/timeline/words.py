@@ -63,7 +63,10 @@ def recovered(incident: Incident) -> str:
     if incident.kind == "sandbox" and incident.ready_ns is not None:
         parts.append(f"restored from {'a checkpoint' if incident.checkpoint else 'the initial state'}")
     elif incident.kind == "engine" and incident.ready_ns is not None:
-        parts.append(f"{incident.successor or 'another engine'} took over")
+        phases = ", ".join(f"{name} {seconds(took_s)}" for name, took_s in incident.phases_s.items())
+        parts.append(f"{incident.successor or 'another engine'} took over" + (f" ({phases})" if phases else ""))
+        if incident.adopted_tokens:
+            parts.append(f"the KV cache of {plural(incident.adopted_tokens, 'token')} adopted")
     if incident.attempts > 1:
         parts.append(f"the recovery itself died, another finished it ({plural(incident.attempts, 'attempt')})")
     if incident.rewound_to is not None:

@@ -53,7 +53,7 @@ EXAMPLES: list[AnyEvent] = [
     events.SandboxRemoved("i-1", "finished"),
     events.WorkerRegistered("w-1", "main", "host", 19, 12347, "http://127.0.0.1:1", "run"),
     events.WorkerReady("w-1", 5),
-    events.HandoverCompleted("w-1", "w-2", 0.2),
+    events.HandoverCompleted("w-1", "w-2", 0.2, {"fence": 0.05, "adopt": 0.01}, 4096),
     events.WorkerRemoved("w-1", "finished"),
     events.RunStarted("host", 1, 12, "everysec", "0.1.0"),
     events.RunFinished("done"),
@@ -78,6 +78,13 @@ def test_golden_bytes_are_written_and_read(event: AnyEvent) -> None:
     (recorded,) = decode_entry(T, 2, 7, golden)
     assert recorded.event == event
     assert (recorded.sequence, recorded.epoch, recorded.event_id) == (7, 2, EVENT_ID)
+
+
+def test_a_handover_written_before_it_had_phases_is_still_read() -> None:
+    written = "9194c410000102030405060708090a0b0c0d0e0fc41000000000000000000000000000000000cf17979cfe362a0000"
+    written += "94b268616e646f7665722d636f6d706c65746564a3772d31a3772d32cb3fc999999999999a"
+    (recorded,) = decode_entry(ids.worker("w"), 2, 7, bytes.fromhex(written))
+    assert recorded.event == events.HandoverCompleted("w-1", "w-2", 0.2)
 
 
 @given(st.lists(st.sampled_from(EXAMPLES), min_size=1, max_size=40), st.integers(0, 1 << 40))

@@ -27,7 +27,7 @@ from replay.timeline.model import Story as Told
 from replay.timeline.page import page, write_page
 from replay.timeline.source import from_entries, from_file
 from replay.timeline.terminal import show
-from replay.timeline.words import headline
+from replay.timeline.words import headline, recovered
 from tests.histories import Life, lives
 from tests.replay.journals import BOX, ENGINE, Story, T, committed, end, eventful, generate, started, underway
 
@@ -100,8 +100,12 @@ def test_an_engine_that_dies_unused_is_told_but_not_counted() -> None:
     third = WorkerRegistered("w-3", "shadow", "host", 13, 130, "http://h:3", "r")
     story.write(ENGINE, third, WorkerReady("w-3", 1))
     story.write(ENGINE, RecoveryStarted("w-2", "", "recovery"))
-    story.write(ENGINE, HandoverCompleted("w-2", "w-3", 0.1), WorkerReady("w-3", 1))
+    phases_s = {"fence": 0.004, "prove": 0.09, "adopt": 0.006}
+    story.write(ENGINE, HandoverCompleted("w-2", "w-3", 0.1, phases_s, 300), WorkerReady("w-3", 1))
     end(story)
+    assert "w-3 took over (fence 4 ms, prove 90 ms, adopt 6 ms); the KV cache of 300 tokens adopted" in recovered(
+        told(story).incidents[-1]
+    )
     assert [one.hit for one in told(story).incidents] == [True, True, False]
     assert headline(told(story)) == "finished after surviving 2 failures"
 
