@@ -26,10 +26,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from belayer.journal.address import parse_address
 from belayer.journal.connect import open_store
 from belayer.journal.durability import Durability
 from belayer.journal.embedded import EmbeddedServer, shipped_server
+from belayer.journal.route import parse_routes
 from belayer.journal.server import Server
 from belayer.journal.server_checks import parse_info
 from benchmarks.journal_loads import (
@@ -80,7 +80,7 @@ async def fresh_server(durability: Durability) -> AsyncIterator[EmbeddedServer]:
 
 
 async def ask(url: str, *command: str) -> Any:
-    server = Server(parse_address(url), 30.0)
+    server = Server(parse_routes(url).of(b""), 30.0)
     try:
         return await server.ask(*command)
     finally:
@@ -89,7 +89,7 @@ async def ask(url: str, *command: str) -> Any:
 
 async def until_replicated(url: str) -> None:
     """Return once the replica follows; WAIT blocks until it does."""
-    server = Server(parse_address(url), 30.0)
+    server = Server(parse_routes(url).of(b""), 30.0)
     try:
         while await server.ask("WAIT", "1", "1000", block_s=1.0) != 1:
             await server.ask("SET", "belayer-benchmark", "1")
@@ -177,7 +177,7 @@ async def offer(per_s: int, tokens: int, seconds: float, rounds: int, tally: Tal
             store = await open_store(server.url)
             writers = await take_over_all(store, [f"t{number}" for number in range(OFFERED_TRAJECTORIES)])
             await closed_loop(writers, Chunks(tokens), len(writers))
-            pinging = asyncio.create_task(pings(pinged := Server(parse_address(server.url), 30.0), 0.005))
+            pinging = asyncio.create_task(pings(pinged := Server(parse_routes(server.url).of(b""), 30.0), 0.005))
             run = await offered(writers, Chunks(tokens), per_s, seconds, seed)
             pinging.cancel()
             floors[id(run)] = quantile(await pinging, 0.99) * 1e3

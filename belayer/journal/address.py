@@ -1,17 +1,22 @@
-"""Where the server is: `redis://`, `rediss://` and `unix://` URLs, read once, shown without their password."""
+"""Where the server is, or those that know it: URLs, read once, shown without their password."""
 
 from __future__ import annotations
 
+import re
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio.connection import parse_url
 
 from belayer.errors import InputError
 
-FORMS = "redis://host:port/db, rediss://host:port/db (TLS) or unix:///path/to/socket"
+FORMS = (
+    "redis://host:port/db, rediss://host:port/db (TLS), unix:///path/to/socket, "
+    "redis+sentinel://host:port,host:port/master-name or redis+cluster://host:port,host:port"
+)
+_PORT = re.compile(r":\d+\Z")
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,12 @@ class Address:
 
     def __repr__(self) -> str:
         return f"Address({self.shown!r})"
+
+    def at(self, host: str, port: int) -> Address:
+        """The same login at another place."""
+        scheme = "rediss" if self.tls else "redis"
+        shown_host = f"[{host}]" if ":" in host else host
+        return replace(self, host=host, port=port, socket_path=None, shown=f"{scheme}://{shown_host}:{port}")
 
 
 def parse_address(url: str) -> Address:
@@ -53,6 +64,33 @@ def parse_address(url: str) -> Address:
         )
     except (ValueError, OSError) as error:
         raise InputError(f"{_shown(url)!r} is not a usable journal URL ({error}); expected {FORMS}") from None
+
+
+@dataclass(frozen=True)
+class Places:
+    """A URL that names several servers. `options`: what follows the question mark."""
+
+    shown: str
+    addresses: tuple[Address, ...]
+    path: str
+    options: dict[str, str]
+
+
+def parse_places(url: str, default_port: int) -> Places:
+    """Read `redis+WHAT://[user:password@]host:port,host:port/path?options` and the same with `rediss` for TLS."""
+    try:
+        parts = urlsplit(url)
+        login, _, hosts = parts.netloc.rpartition("@")
+        start = f"{parts.scheme.partition('+')[0]}://" + (f"{login}@" if login else "")
+        named = [host if _PORT.search(host) else f"{host}:{default_port}" for host in hosts.split(",") if host]
+        if not named:
+            raise ValueError("it names no host")
+        addresses = tuple(parse_address(f"{start}{host}?{parts.query}") for host in named)
+        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        return Places(_shown(url), addresses, parts.path.strip("/"), options)
+    except (ValueError, InputError) as error:
+        why = f"; expected {FORMS}" if isinstance(error, ValueError) else ""
+        raise InputError(f"{_shown(url)!r} is not a usable journal URL ({error}){why}") from None
 
 
 def _shown(url: str) -> str:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from belayer.errors import InputError
-from belayer.journal.address import parse_address
+import hiredis
+
+from belayer.errors import InputError, JournalUnavailableError
+from belayer.ids import checked_name
 from belayer.journal.batching import WAITING_BYTES
 from belayer.journal.durability import Durability
 from belayer.journal.embedded import EmbeddedServer, shipped_server
-from belayer.journal.keys import Keys
+from belayer.journal.keys import Keys, layout_key
+from belayer.journal.link import LinkLostError, pack
 from belayer.journal.redis_store import RedisStore
+from belayer.journal.route import Routes, parse_routes
+from belayer.journal.server import REPLY_S
 
 S = TypeVar("S", bound=RedisStore)
 URL_VARIABLE = "BELAYER_JOURNAL_URL"
+CLUSTER_SHARDS = 16
+"""Shards of a new namespace in a cluster, when nobody says otherwise: enough that each of a few nodes has some."""
 
 
 async def open_store(
@@ -25,7 +33,7 @@ async def open_store(
     *,
     durability: str = "everysec",
     namespace: str = "default",
-    shards: int = 1,
+    shards: int | None = None,
     replicas: int = 1,
     folder: Path | str | None = None,
     timeout_s: float = 30.0,
@@ -33,28 +41,55 @@ async def open_store(
 ) -> RedisStore:
     """The journal at `url`, else at $BELAYER_JOURNAL_URL, else of an embedded server; `close` it at the end.
 
+    `shards` None: as many as the namespace has; a new one gets 1, in a cluster CLUSTER_SHARDS.
     The embedded server keeps its data in `folder`; without one it uses a temporary folder and everything is gone when
     the store is closed. InputError, ServerRefusedError, ServerStartError or JournalUnavailableError, each one line.
     """
 
-    def made(at: str, kind: type[S]) -> S:
-        return kind(parse_address(at), keys, mode, replicas=replicas, timeout_s=timeout_s, waiting_bytes=waiting_bytes)
-
     url = url or os.environ.get(URL_VARIABLE) or None
     mode = checked_durability(durability)
-    if not 1 <= shards <= 1024:
+    if shards is not None and not 1 <= shards <= 1024:
         raise InputError(f"{shards} shards; expected 1 to 1024")
-    keys = Keys(namespace, shards)
-    if url is not None:
-        store = made(url, RedisStore)
-        await _start(store)
+    checked_name(namespace)
+
+    async def started(at: str, kind: type[S]) -> S:
+        routes = parse_routes(at)
+        keys = Keys(namespace, shards or await _shards(routes, namespace, min(timeout_s, REPLY_S)))
+        store = kind(routes, keys, mode, replicas=replicas, timeout_s=timeout_s, waiting_bytes=waiting_bytes)
+        try:
+            await store.start()
+        except BaseException:
+            await store.close()
+            raise
         return store
+
+    if url is not None:
+        return await started(url, RedisStore)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(own_server(folder, mode))
-        store = made(server.url, _OwningStore)
-        await _start(store)
+        store = await started(server.url, _OwningStore)
         store.owned = stack.pop_all()
     return store
+
+
+async def _shards(routes: Routes, namespace: str, timeout_s: float) -> int:
+    """How many shards the namespace has, or is to have. What the server refuses is said later, by its check."""
+    began = time.monotonic()
+    route = routes.of(key := layout_key(namespace))
+    stored = None
+    for _ in range(2):
+        try:
+            link = await route.open("belayer", timeout_s)
+            try:
+                (stored,) = await link.exchange([pack(("GET", key))], 1, timeout_s)
+            finally:
+                link.close()
+        except LinkLostError as error:
+            raise JournalUnavailableError(routes.shown, time.monotonic() - began, error.cause) from None
+        if not isinstance(stored, hiredis.ReplyError):
+            break
+        route.redirected(str(stored))
+    return int(stored) if isinstance(stored, bytes) else CLUSTER_SHARDS if routes.is_cluster else 1
 
 
 def checked_durability(name: str) -> Durability:
@@ -77,14 +112,6 @@ def own_server(folder: Path | str | None, durability: Durability) -> EmbeddedSer
         settings=settings,
         remove_folder=temporary,
     )
-
-
-async def _start(store: RedisStore) -> None:
-    try:
-        await store.start()
-    except BaseException:
-        await store.close()
-        raise
 
 
 class _OwningStore(RedisStore):

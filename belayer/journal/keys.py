@@ -54,7 +54,12 @@ class Keys:
     @property
     def layout(self) -> bytes:
         """The key that keeps the namespace's number of shards."""
-        return f"{{belayer:{self.namespace}:0}}:shards".encode()
+        return layout_key(self.namespace)
+
+
+def layout_key(namespace: str) -> bytes:
+    """The key that keeps a namespace's number of shards, in the hash tag of shard 0."""
+    return f"{{belayer:{namespace}:0}}:shards".encode()
 
 
 def entry_id(entry: Entry) -> bytes:

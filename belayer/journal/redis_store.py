@@ -2,7 +2,8 @@
 
 An entry is one stream entry with the id `<epoch>-<sequence>`; Redis refuses an id that is not above the stream's last
 one, which is the optimistic lock and the fence at once (see docs/journal.md). Writes go through one lane a shard
-(`belayer.journal.batching`), everything else through a pool of links (`belayer.journal.server`).
+(`belayer.journal.batching`), everything else through a pool of links (`belayer.journal.server`): one pool for all
+shards of a single server, one a shard in a cluster, where each shard is a slot of its own.
 
 Every call has a deadline of `timeout_s`; until then a server that is away, loading or full is asked again. After it,
 JournalUnavailableError.
@@ -17,11 +18,11 @@ from typing import Any
 
 from belayer.errors import InputError
 from belayer.ids import StreamId, StreamKind
-from belayer.journal.address import Address
 from belayer.journal.batching import WAITING_BYTES, Lane
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys, entry_id, stored_entry
+from belayer.journal.route import Routes
 from belayer.journal.sending import Sender
 from belayer.journal.server import Server
 from belayer.journal.store import Subscription
@@ -38,7 +39,7 @@ class RedisStore:
 
     def __init__(
         self,
-        address: Address,
+        routes: Routes,
         keys: Keys,
         durability: Durability = Durability.EVERYSEC,
         *,
@@ -46,14 +47,19 @@ class RedisStore:
         timeout_s: float = 30.0,
         waiting_bytes: int = WAITING_BYTES,
     ) -> None:
+        self._routes = routes
         self._keys = keys
         self._durability = durability
-        self._server = Server(address, timeout_s)
+        ways = [routes.of(keys.mark(shard)) for shard in range(keys.shards)]
         self._lanes = [
-            Lane(Sender(address, keys, shard, durability, replicas), keys, timeout_s, waiting_bytes)
-            for shard in range(keys.shards)
+            Lane(Sender(way, keys, shard, durability, replicas, routes.is_cluster), keys, timeout_s, waiting_bytes)
+            for shard, way in enumerate(ways)
         ]
-        self._waits = [Waiting(self._server) for _ in range(keys.shards)]
+        if routes.is_cluster:
+            self._servers = [Server(way, timeout_s, shared_links=1) for way in ways]
+        else:
+            self._servers = [Server(ways[0], timeout_s)] * keys.shards
+        self._waits = [Waiting(server) for server in self._servers]
         self._epochs: dict[tuple[StreamId, int], int] = {}
 
     async def start(self) -> None:
@@ -67,7 +73,8 @@ class RedisStore:
             await lane.close()
         for waits in self._waits:
             await waits.close()
-        self._server.close()
+        for server in self._servers:
+            server.close()
 
     @property
     def durability(self) -> str:
@@ -75,8 +82,8 @@ class RedisStore:
 
     @property
     def address(self) -> str:
-        """The server's address, without a password."""
-        return self._server.address.shown
+        """The journal's URL, without a password."""
+        return self._routes.shown
 
     @property
     def waiting_bytes(self) -> int:
@@ -90,7 +97,7 @@ class RedisStore:
         return self._lanes[self._keys.shard_of(stream)].take_over(stream, after, entry)
 
     async def last(self, stream: StreamId) -> Entry | None:
-        found = await self._server.ask("XREVRANGE", self._keys.stream(stream), "+", "-", "COUNT", "1")
+        found = await self._server_of(stream).ask("XREVRANGE", self._keys.stream(stream), "+", "-", "COUNT", "1")
         return stored_entry(stream, *found[0]) if found else None
 
     async def read(self, stream: StreamId, after_sequence: int = 0, limit: int = 1000) -> list[Entry]:
@@ -119,29 +126,34 @@ class RedisStore:
         for shard in range(self._keys.shards):
             cursor = b"0"
             while True:
-                cursor, names = await self._server.ask("SSCAN", self._keys.names(shard), cursor, "COUNT", str(_SCAN))
+                command = ("SSCAN", self._keys.names(shard), cursor, "COUNT", str(_SCAN))
+                cursor, names = await self._servers[shard].ask(*command)
                 found.update(StreamId.parse(name.decode()) for name in names)
                 if cursor == b"0":
                     break
         return sorted(stream for stream in found if kind in (None, stream.kind))
 
     async def trim(self, stream: StreamId, first: Entry) -> None:
-        await self._server.ask("EVAL", TRIM, "1", self._keys.stream(stream), entry_id(first), first.body)
+        await self._server_of(stream).ask("EVAL", TRIM, "1", self._keys.stream(stream), entry_id(first), first.body)
 
     async def remove(self, stream: StreamId) -> None:
         names = self._keys.names(self._keys.shard_of(stream))
         commands = (("MULTI",), ("UNLINK", self._keys.stream(stream)), ("SREM", names, str(stream)), ("EXEC",))
-        await self._server.ask_all(list(commands))
+        await self._server_of(stream).ask_all(list(commands))
 
     def subscribe(
         self, group: str, consumer: str, stale_after_s: float = 5.0
     ) -> AbstractAsyncContextManager[Subscription]:
-        return subscribe(self._server, self._keys, group, consumer, stale_after_s)
+        return subscribe(self._servers, self._keys, group, consumer, stale_after_s)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
+    def _server_of(self, stream: StreamId) -> Server:
+        return self._servers[self._keys.shard_of(stream)]
+
     async def _range(self, stream: StreamId, start: str, limit: int) -> list[Entry]:
-        found = await self._server.ask("XRANGE", self._keys.stream(stream), start, "+", "COUNT", str(limit))
+        command = ("XRANGE", self._keys.stream(stream), start, "+", "COUNT", str(limit))
+        found = await self._server_of(stream).ask(*command)
         return [stored_entry(stream, identifier, fields) for identifier, fields in found]
 
     async def _epoch_at(self, stream: StreamId, sequence: int) -> int:
@@ -169,7 +181,7 @@ class RedisStore:
     async def _fix_layout(self) -> None:
         """The first to use a namespace fixes its number of shards; whoever has another one must not write."""
         key, shards = self._keys.layout, self._keys.shards
-        _, stored = await self._server.ask_all([("SET", key, str(shards), "NX"), ("GET", key)])
+        _, stored = await self._servers[0].ask_all([("SET", key, str(shards), "NX"), ("GET", key)])
         found = int(stored or shards)
         if found != shards:
             raise InputError(

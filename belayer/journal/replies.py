@@ -7,10 +7,12 @@ import hiredis
 from belayer.errors import JournalError, ServerRefusedError
 
 REFUSED_ID = "ERR The ID specified in XADD"
-TRANSIENT = ("LOADING", "BUSY ", "OOM", "MISCONF", "READONLY", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN")
+ASK = "ASK "
+"""The key's slot is moving and the key has moved already: ask there, with ASKING, only this once."""
+ELSEWHERE = ("READONLY", "MASTERDOWN", "MOVED ")
+"""Errors that say that this server is not, or no longer, the one for the key: connect again."""
+TRANSIENT = (*ELSEWHERE, ASK, "LOADING", "BUSY ", "OOM", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN")
 """Errors that pass: the command had no effect and is sent again until the deadline."""
-ELSEWHERE = ("READONLY", "MASTERDOWN")
-"""Errors that say that this server is not, or no longer, the primary: connect again."""
 
 
 class Again(Exception):

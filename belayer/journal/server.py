@@ -1,4 +1,4 @@
-"""Asking the server: a few links for questions, one of its own for each that may block, and a deadline for all.
+"""Asking a shard's server: a few links for questions, one of its own for each that may block, and a deadline for all.
 
 For everything but appends and takeovers, which have a lane of their own. What is asked here may be asked twice (a reply
 was lost), so every command given to `ask` must be harmless when repeated. A server that is away, loading or full is
@@ -15,53 +15,74 @@ import hiredis
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from belayer.errors import JournalUnavailableError
-from belayer.journal.address import Address
 from belayer.journal.link import Link, LinkLostError, Packable, Reply, pack
-from belayer.journal.replies import ELSEWHERE, Again, Refused, judged_error, refused_command
+from belayer.journal.replies import ASK, ELSEWHERE, Again, Refused, judged_error, refused_command
+from belayer.journal.route import Route
 
 REPLY_S = 5.0
 SHARED_LINKS = 4
 """Links on which all questions travel that do not block, however many tasks ask."""
 
+ASKING = pack((b"ASKING",))
+_MULTI = pack((b"MULTI",))
+_AGAIN_S = 0.001
+"""A command is unblocked again after this: the first time may have come before it blocked."""
+
+
+def is_asked(reply: Reply) -> bool:
+    """Whether the reply sends the command elsewhere for once."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith(ASK)
+
 
 class Server:
-    """The server at an address; links are opened as needed and kept."""
+    """The server at the end of a route; links are opened as needed and kept."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        self.address = address
+    def __init__(self, route: Route, timeout_s: float, shared_links: int = SHARED_LINKS) -> None:
+        self.route = route
         self.timeout_s = timeout_s
-        self._shared: list[Link | None] = [None] * SHARED_LINKS
-        self._opening = [asyncio.Lock() for _ in range(SHARED_LINKS)]
+        self._shared: list[Link | None] = [None] * shared_links
+        self._opening = [asyncio.Lock() for _ in range(shared_links)]
         self._turn = 0
         self._idle: list[Link] = []
         self._closed = False
 
-    async def ask(self, *command: Packable, block_s: float = 0.0, accept: tuple[str, ...] = ()) -> Reply:
-        """The reply to one command. `block_s`: how long the server may take on purpose.
+    async def ask(
+        self,
+        *command: Packable,
+        block_s: float = 0.0,
+        ended: asyncio.Event | None = None,
+        accept: tuple[str, ...] = (),
+    ) -> Reply:
+        """The reply to one command. `block_s`: how long the server may take on purpose, less once `ended` is set.
 
         Error replies that start with one of `accept` are returned; others are ServerRefusedError, or passing ones
         (loading, out of memory) are waited out. JournalUnavailableError after the deadline.
         """
-        return (await self.ask_all([command], block_s=block_s, accept=accept))[0]
+        return (await self.ask_all([command], block_s=block_s, ended=ended, accept=accept))[0]
 
     async def ask_all(
-        self, commands: list[tuple[Packable, ...]], *, block_s: float = 0.0, accept: tuple[str, ...] = ()
+        self,
+        commands: list[tuple[Packable, ...]],
+        *,
+        block_s: float = 0.0,
+        ended: asyncio.Event | None = None,
+        accept: tuple[str, ...] = (),
     ) -> list[Reply]:
         """The replies to a pipeline of commands, in order."""
         started = time.monotonic()
         packed = [pack(command) for command in commands]
         with suppress(Again, LinkLostError):
-            return await self._ask_once(packed, block_s, accept)
+            return await self._ask_once(packed, block_s, ended, accept)
         retrying = AsyncRetrying(
             stop=stop_after_delay(self.timeout_s),
             wait=wait_random_exponential(multiplier=0.01, max=0.5),
             retry=retry_if_exception_type((Again, LinkLostError)),
         )
         try:
-            return await retrying(self._ask_once, packed, block_s, accept)
+            return await retrying(self._ask_once, packed, block_s, ended, accept)
         except RetryError as error:
             cause = str(error.last_attempt.exception())
-            raise JournalUnavailableError(self.address.shown, time.monotonic() - started, cause) from None
+            raise JournalUnavailableError(self.route.shown, time.monotonic() - started, cause) from None
 
     def close(self) -> None:
         """Close all links. Questions under way fail."""
@@ -70,30 +91,66 @@ class Server:
             if link is not None:
                 link.close()
 
-    async def _ask_once(self, packed: list[bytes], block_s: float, accept: tuple[str, ...]) -> list[Reply]:
+    async def _ask_once(
+        self, packed: list[bytes], block_s: float, ended: asyncio.Event | None, accept: tuple[str, ...]
+    ) -> list[Reply]:
         if not block_s:
             link = await self._shared_link()
-            return self._judged(link, await link.exchange(packed, len(packed), REPLY_S), accept)
-        link = self._idle.pop() if self._idle else await self.open_link()
-        try:
-            replies = await link.exchange(packed, len(packed), REPLY_S + block_s)
-        except BaseException:
-            link.close()
-            raise
-        self._idle.append(link)
+            replies = await link.exchange(packed, len(packed), REPLY_S)
+        else:
+            link = self._idle.pop() if self._idle else await self.open_link()
+            try:
+                replies = await self.exchange_until(link, packed, REPLY_S + block_s, ended)
+            except BaseException:
+                link.close()
+                raise
+            if not link.is_lost:
+                self._idle.append(link)
+        if asked := next((str(reply) for reply in replies if is_asked(reply)), None):
+            replies = await self._ask_elsewhere(asked, packed, block_s)
         return self._judged(link, replies, accept)
+
+    async def exchange_until(
+        self, link: Link, packed: list[bytes], timeout_s: float, ended: asyncio.Event | None
+    ) -> list[Reply]:
+        """The replies to commands of which one may block; once `ended` is set it is unblocked, so that it ends soon."""
+        if ended is None:
+            return await link.exchange(packed, len(packed), timeout_s)
+        blocked = asyncio.create_task(link.exchange(packed, len(packed), timeout_s))
+        ending = asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait([blocked, ending], return_when=asyncio.FIRST_COMPLETED)
+            while not blocked.done():
+                await self.ask("CLIENT", "UNBLOCK", str(link.client_id))
+                await asyncio.wait([blocked], timeout=_AGAIN_S)
+        finally:
+            ending.cancel()
+            blocked.cancel()
+        return blocked.result()
+
+    async def _ask_elsewhere(self, asked: str, packed: list[bytes], block_s: float) -> list[Reply]:
+        """The same commands at the server that a moving key has moved to. Only a MULTI keeps the ASKING before it."""
+        link = await self.route.open_asked(asked, "belayer", REPLY_S)
+        try:
+            commands = [packed[0]] if packed[0] == _MULTI else packed
+            asking = [part for command in commands for part in (ASKING, command)] + packed[len(commands) :]
+            replies = await link.exchange(asking, len(asking), REPLY_S + block_s)
+            return [reply for reply, command in zip(replies, asking, strict=True) if command is not ASKING]
+        finally:
+            link.close()
 
     def _judged(self, link: Link, replies: list[Reply], accept: tuple[str, ...]) -> list[Reply]:
         for reply in replies:
             if isinstance(reply, hiredis.ReplyError) and not str(reply).startswith(accept or "\0"):
                 if str(reply).startswith(ELSEWHERE):
+                    self.route.redirected(str(reply))
                     link.close()
-                error = judged_error(self.address.shown, reply)
-                raise refused_command(self.address.shown, reply) if isinstance(error, Refused) else error
+                error = judged_error(self.route.shown, reply)
+                raise refused_command(self.route.shown, reply) if isinstance(error, Refused) else error
         return replies
 
     async def _shared_link(self) -> Link:
-        self._turn = turn = (self._turn + 1) % SHARED_LINKS
+        self._turn = turn = (self._turn + 1) % len(self._shared)
         link = self._shared[turn]
         if link is not None and not link.is_lost:
             return link
@@ -106,8 +163,8 @@ class Server:
     async def open_link(self) -> Link:
         """A link for the caller alone, who closes it. LinkLostError when that fails now."""
         if self._closed:
-            raise JournalUnavailableError(self.address.shown, 0.0, "the store is closed")
-        link = await Link.open(self.address, "belayer", REPLY_S)
+            raise JournalUnavailableError(self.route.shown, 0.0, "the store is closed")
+        link = await self.route.open("belayer", REPLY_S)
         if self._closed:
             link.close()
         return link

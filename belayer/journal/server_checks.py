@@ -18,7 +18,9 @@ OLDEST = (7, 0)
 OLDEST_WITH_WAITAOF = (7, 2)
 
 
-async def check_server(link: Link, address: str, durability: Durability, replicas: int, timeout_s: float) -> None:
+async def check_server(
+    link: Link, address: str, durability: Durability, replicas: int, is_cluster: bool, timeout_s: float
+) -> None:
     """Ask the server and judge its answers. ServerRefusedError, or LinkLostError when the link breaks."""
     commands = [pack(("INFO",)), pack(("CONFIG", "GET", "appendfsync"))]
     info, config = await link.exchange(commands, len(commands), timeout_s)
@@ -26,17 +28,32 @@ async def check_server(link: Link, address: str, durability: Durability, replica
         if is_transient(info):
             raise LinkLostError(str(info))
         raise ServerRefusedError(address, "it does not answer INFO", str(info), "allow the user INFO (ACL: +info)")
-    judge(address, parse_info(info), _appendfsync(config), durability, replicas)
+    judge(address, parse_info(info), _appendfsync(config), durability, replicas, is_cluster)
 
 
 def judge(
-    address: str, info: dict[str, str], appendfsync: str | None, durability: Durability, replicas: int = 0
+    address: str,
+    info: dict[str, str],
+    appendfsync: str | None,
+    durability: Durability,
+    replicas: int = 0,
+    is_cluster: bool = False,
 ) -> None:
-    """ServerRefusedError when the server with these facts cannot keep the mode. `appendfsync` None: it did not say."""
+    """ServerRefusedError when the server with these facts cannot keep the mode.
+
+    `appendfsync` None: it did not say. `is_cluster`: the URL's form is that of a cluster.
+    """
     version = version_of(info)
     if version < OLDEST:
         raise ServerRefusedError(
             address, "Redis 7.0 or newer is needed", info.get("redis_version", "no version"), "update the server"
+        )
+    if info.get("redis_mode") == "sentinel":
+        raise ServerRefusedError(
+            address,
+            "it is a Sentinel, not a server",
+            "redis_mode sentinel",
+            "use redis+sentinel://host:port/master-name",
         )
     if info.get("role") == "slave":
         raise ServerRefusedError(
@@ -45,9 +62,12 @@ def judge(
             f"a replica of {info.get('master_host')}:{info.get('master_port')}",
             "name the primary",
         )
-    if info.get("cluster_enabled") == "1":
+    if info.get("cluster_enabled") == "1" and not is_cluster:
         raise ServerRefusedError(
-            address, "Redis Cluster is not supported yet", "cluster-enabled yes", "name a server that stands alone"
+            address,
+            "it is a node of a cluster",
+            "cluster-enabled yes",
+            "name the cluster with redis+cluster://host:port",
         )
     policy = info.get("maxmemory_policy", "unknown")
     if policy != "noeviction":

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import hiredis
@@ -32,10 +32,13 @@ _GROUP_EXISTS = "BUSYGROUP"
 
 @asynccontextmanager
 async def subscribe(
-    server: Server, keys: Keys, group: str, consumer: str, stale_after_s: float
+    servers: Sequence[Server], keys: Keys, group: str, consumer: str, stale_after_s: float
 ) -> AsyncGenerator[RedisSubscription]:
-    """Join the group on every shard, creating it when needed; leave it at the end if nothing is pending for us."""
-    subscription = RedisSubscription(server, keys, group, consumer, stale_after_s)
+    """Join the group on every shard (`servers`: one for each), creating it when needed.
+
+    At the end leave it where nothing is pending for us.
+    """
+    subscription = RedisSubscription(servers, keys, group, consumer, stale_after_s)
     await subscription.create_groups()
     try:
         yield subscription
@@ -47,8 +50,11 @@ async def subscribe(
 class RedisSubscription:
     """One consumer. Use `next` from one task at a time; `done` and `renew` from any."""
 
-    def __init__(self, server: Server, keys: Keys, group: str, consumer: str, stale_after_s: float) -> None:
-        self._server = server
+    def __init__(self, servers: Sequence[Server], keys: Keys, group: str, consumer: str, stale_after_s: float) -> None:
+        self._servers = servers
+        shards = range(keys.shards)
+        self._together = [shards] if len(set(servers)) == 1 else [range(shard, shard + 1) for shard in shards]
+        """The shards that are read with one command: all of them, or in a cluster each alone."""
         self._controls = [keys.control(shard) for shard in range(keys.shards)]
         self._group = group
         self._consumer = consumer
@@ -76,7 +82,7 @@ class RedisSubscription:
 
     async def done(self, notice: Notice) -> None:
         shard, identifier = self._delivery(notice)
-        await self._server.ask("XACK", self._controls[shard], self._group, identifier)
+        await self._servers[shard].ask("XACK", self._controls[shard], self._group, identifier)
 
     async def renew(self, notice: Notice) -> None:
         """Idle time back to 0, and the notice is ours; nothing when it is done.
@@ -94,21 +100,21 @@ class RedisSubscription:
         renewing, self._renewing, self._renewal = self._renewing, {}, None
         for shard, identifiers in renewing.items():
             key = self._controls[shard]
-            await self._ask_group("XCLAIM", key, self._group, self._consumer, "0", *identifiers, "JUSTID")
+            await self._ask_group(shard, "XCLAIM", key, self._group, self._consumer, "0", *identifiers, "JUSTID")
 
     async def create_groups(self) -> None:
         """On every shard, from the beginning of its control stream; where it exists nothing happens."""
-        for key in self._controls:
-            await self._server.ask("XGROUP", "CREATE", key, self._group, "0", "MKSTREAM", accept=(_GROUP_EXISTS,))
+        for server, key in zip(self._servers, self._controls, strict=True):
+            await server.ask("XGROUP", "CREATE", key, self._group, "0", "MKSTREAM", accept=(_GROUP_EXISTS,))
 
     async def leave(self) -> None:
         """Take our name out of the group where nothing is pending for it; what is pending stays, to go stale."""
         if self._renewal is not None:
             self._renewal.cancel()
-        for key in self._controls:
-            pending = await self._ask_group("XPENDING", key, self._group, "-", "+", "1", self._consumer)
+        for shard, key in enumerate(self._controls):
+            pending = await self._ask_group(shard, "XPENDING", key, self._group, "-", "+", "1", self._consumer)
             if not pending:
-                await self._ask_group("XGROUP", "DELCONSUMER", key, self._group, self._consumer)
+                await self._ask_group(shard, "XGROUP", "DELCONSUMER", key, self._group, self._consumer)
 
     def _take_ready(self) -> Notice | None:
         while self._ready:
@@ -127,7 +133,7 @@ class RedisSubscription:
         for shard, key in enumerate(self._controls):
             for _ in range(_CLAIM_CALLS):
                 command = ("XAUTOCLAIM", key, self._group, self._consumer, stale_ms, self._cursors[shard])
-                reply = await self._ask_group(*command, "COUNT", str(_CLAIM_AT_ONCE))
+                reply = await self._ask_group(shard, *command, "COUNT", str(_CLAIM_AT_ONCE))
                 self._cursors[shard] = reply[0]
                 self._add_ready(shard, reply[1])
                 if reply[0] == b"0-0" or self._ready:
@@ -136,34 +142,53 @@ class RedisSubscription:
             self._claim_at = time.monotonic() + self._stale_after_s / 4
 
     async def _read_new(self, timeout_s: float) -> None:
-        """The next new notice of any shard, or none when none comes in time."""
-        block_s = max(0.001, timeout_s)
-        block_ms = str(math.ceil(block_s * 1000))
-        group = ("GROUP", self._group, self._consumer)
-        starts = [">"] * len(self._controls)
+        """The next new notice of any shard, or none when none comes in time.
+
+        In a cluster each shard is first asked without waiting, another one first each time, so that a consumer does
+        not take one notice of every shard when it wants one. The shard that has one first then ends the waiting.
+        """
+        if len(self._together) > 1:
+            self._together.append(self._together.pop(0))
+            for shards in self._together:
+                await self._read_shards(shards)
+                if self._ready:
+                    return
+        ended = asyncio.Event()
+        reads = [
+            asyncio.create_task(self._read_shards(shards, max(0.001, timeout_s), ended)) for shards in self._together
+        ]
+        try:
+            await asyncio.gather(*reads)
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.wait(reads)
+
+    async def _read_shards(self, shards: range, block_s: float = 0.0, ended: asyncio.Event | None = None) -> None:
+        controls = [self._controls[shard] for shard in shards]
+        block = ("BLOCK", str(math.ceil(block_s * 1000))) if block_s else ()
         reply = await self._ask_group(
-            "XREADGROUP",
-            *group,
-            "COUNT",
-            "1",
-            "BLOCK",
-            block_ms,
-            "STREAMS",
-            *self._controls,
-            *starts,
-            block_s=timeout_s,
+            shards[0],
+            *("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT", "1", *block),
+            *("STREAMS", *controls, *[">"] * len(controls)),
+            block_s=block_s,
+            ended=ended,
         )
         for key, entries in reply or ():
             self._add_ready(self._controls.index(key), entries)
+            if ended is not None:
+                ended.set()
 
     def _add_ready(self, shard: int, entries: Reply) -> None:
         now = time.monotonic()
         self._ready.extend((self._notice(shard, entry), now) for entry in entries)
 
-    async def _ask_group(self, *command: Packable, block_s: float = 0.0) -> Reply:
+    async def _ask_group(
+        self, shard: int, *command: Packable, block_s: float = 0.0, ended: asyncio.Event | None = None
+    ) -> Reply:
         """The reply; a group that the server has lost is created again from the start."""
         while True:
-            reply = await self._server.ask(*command, block_s=block_s, accept=(_GROUP_LOST,))
+            reply = await self._servers[shard].ask(*command, block_s=block_s, ended=ended, accept=(_GROUP_LOST,))
             if not isinstance(reply, hiredis.ReplyError):
                 return reply
             await self.create_groups()

@@ -2,7 +2,7 @@
 
 Invariant: every wait is part of the XREAD that is under way, or of the next one, which is due at once: a new wait ends
 the blocked XREAD (CLIENT UNBLOCK), so it never waits for another's time-out. A wait may end early and for nothing;
-whoever waits looks again.
+whoever waits looks again. While a cluster moves the streams elsewhere it does so every _PAUSE_S.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from belayer.journal.server import REPLY_S, Server
 
 _BLOCK_S = 2.0
 _PAUSE_S = 0.05
-_AGAIN_S = 0.001
 
 
 class Waiting:
@@ -74,26 +73,20 @@ class Waiting:
         starts = {key: min(waits.values()) for key, waits in self._waits.items()}
         ids = [b"%d-%d" % start for start in starts.values()]
         read = pack(("XREAD", "COUNT", "1", "BLOCK", str(int(_BLOCK_S * 1000)), "STREAMS", *starts, *ids))
-        blocked = asyncio.create_task(link.exchange([read], 1, _BLOCK_S + REPLY_S))
-        new = asyncio.create_task(self._new.wait())
         try:
-            await asyncio.wait([blocked, new], return_when=asyncio.FIRST_COMPLETED)
-            while not blocked.done():
-                await self._server.ask("CLIENT", "UNBLOCK", str(link.client_id))
-                await asyncio.wait([blocked], timeout=_AGAIN_S)
+            (reply,) = await self._server.exchange_until(link, [read], _BLOCK_S + REPLY_S, self._new)
         except JournalUnavailableError as error:
             link.close()
             raise LinkLostError(error.cause) from None
-        finally:
-            new.cancel()
-            blocked.cancel()
-        self._wake(blocked.result()[0])
+        self._wake(link, reply)
 
-    def _wake(self, reply: Reply) -> None:
+    def _wake(self, link: Link, reply: Reply) -> None:
         if isinstance(reply, list):
             for grown in reply:  # pyright: ignore[reportUnknownVariableType]
                 self._end(grown[0])  # pyright: ignore[reportUnknownArgumentType]
         elif reply is not None:
+            self._server.route.redirected(str(reply))
+            link.close()
             raise LinkLostError(str(reply))
 
     def _end(self, key: bytes) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 from belayer import ids
 from belayer.ids import StreamId
-from belayer.journal.address import parse_address
 from belayer.journal.codec import Recorded
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import GenerationStarted
 from belayer.journal.redis_store import RedisStore
+from belayer.journal.route import parse_routes
 from belayer.journal.server import Server
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import StreamWriter, read_events, take_over
@@ -26,7 +26,7 @@ T = ids.trajectory("t")
 
 async def command(url: str, *parts: str) -> Any:
     """One command to the server, as an operator would type it."""
-    server = Server(parse_address(url), 10.0)
+    server = Server(parse_routes(url).of(b""), 10.0)
     try:
         return await server.ask(*parts)
     finally:

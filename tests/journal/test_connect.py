@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from belayer import ids
 from belayer.errors import InputError, JournalUnavailableError, ServerRefusedError
 from belayer.journal.address import parse_address
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
+from belayer.journal.route import parse_routes
+from belayer.journal.writer import take_over
 from tests.journal.faults import command, free_port, stored, written
+from tests.journal.topologies import Cluster, Sentineled
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,61 @@ def test_an_address_is_shown_without_user_and_password() -> None:
     assert "secret" not in repr(address)
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis+sentinel://u:secret@h:1,h:2", "names no master"),
+        ("redis+sentinel://h:1/name/more", "names no master"),
+        ("redis+sentinel://h:1/name?db=x", "expected redis://host:port/db"),
+        ("redis+sentinel:///name", "names no host"),
+        ("redis+cluster://u:secret@h:1,h:2/3", "only database 0"),
+        ("redis+cluster://u:secret@h:1,h:x", "expected redis://host:port/db"),
+        ("redis+magic://u:secret@h:1", "expected redis://host:port/db"),
+    ],
+)
+def test_a_url_of_many_servers_that_cannot_be_read_says_why(url: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        parse_routes(url)
+    assert "secret" not in str(caught.value)
+
+
+async def test_many_servers_that_are_not_there_are_all_named() -> None:
+    ports = free_port(), free_port()
+    for form, path in (("cluster", ""), ("sentinel", "/journal")):
+        with pytest.raises(JournalUnavailableError) as caught:
+            await open_store(f"redis+{form}://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}{path}")
+        for port in ports:
+            assert f"redis://127.0.0.1:{port}: Connect" in caught.value.cause
+
+
+async def test_a_form_that_does_not_fit_the_server_names_the_one_that_does(
+    shared_cluster: Cluster, shared_sentinels: Sentineled
+) -> None:
+    node, sentinel = shared_cluster.primaries[0], shared_sentinels.sentinels[0]
+    single = shared_sentinels.servers[0]
+    for url, remedy in (
+        (f"redis://127.0.0.1:{node.port}", r"redis\+cluster://"),
+        (f"redis://127.0.0.1:{sentinel.port}", r"redis\+sentinel://"),
+        (f"redis+cluster://127.0.0.1:{single.port}", "name it with redis://"),
+        (f"redis+sentinel://127.0.0.1:{single.port}/journal", "name the sentinels"),
+        (f"redis+sentinel://127.0.0.1:{sentinel.port}/other", "check the name"),
+        (f"redis://127.0.0.1:{shared_sentinels.servers[1].port}", "name the primary"),
+    ):
+        with pytest.raises(ServerRefusedError, match=remedy):
+            await open_store(url)
+
+
+async def test_shards_of_a_cluster_are_spread_over_its_nodes(shared_cluster: Cluster, namespace: str) -> None:
+    store = await open_store(shared_cluster.url, namespace=namespace, shards=32)
+    for number in range(200):
+        await take_over(store, ids.trajectory(f"t{number}"), "a")
+    assert len(await store.streams()) == 200
+    for node in shared_cluster.primaries:
+        keys = await command(node.url, "KEYS", f"{{belayer:{namespace}:*s:*")
+        assert 10 < len(keys) < 150
+    await store.close()
+
+
 async def test_a_server_that_is_not_there_is_said_at_once() -> None:
     with pytest.raises(JournalUnavailableError, match="is the server up"):
         await open_store(f"redis://127.0.0.1:{free_port()}")
@@ -63,7 +122,14 @@ async def test_a_namespace_keeps_its_number_of_shards(redis_url: str, namespace:
     store = await open_store(redis_url, namespace=namespace, shards=2)
     await store.close()
     with pytest.raises(InputError, match="open it with shards=2"):
-        await open_store(redis_url, namespace=namespace)
+        await open_store(redis_url, namespace=namespace, shards=1)
+    store = await open_store(redis_url, namespace=namespace)
+    for number in range(8):
+        await written(store, ids.trajectory(f"t{number}"))
+    assert len(await store.streams()) == 8
+    for shard in range(2):
+        assert await command(redis_url, "SCARD", f"{{belayer:{namespace}:{shard}}}:names") > 0
+    await store.close()
 
 
 async def test_namespaces_do_not_see_each_other(redis_url: str, namespace: str) -> None:

@@ -34,7 +34,8 @@ REFUSED = {
         "a replica of h:1",
         "name the primary",
     ),
-    "cluster": ({"cluster_enabled": "1"}, "everysec", Durability.MEMORY, "cluster-enabled yes", "stands alone"),
+    "cluster": ({"cluster_enabled": "1"}, "everysec", Durability.MEMORY, "cluster-enabled yes", "redis+cluster://"),
+    "sentinel": ({"redis_mode": "sentinel"}, None, Durability.MEMORY, "redis_mode sentinel", "redis+sentinel://"),
     "evicts": (
         {"maxmemory_policy": "allkeys-lru"},
         "everysec",

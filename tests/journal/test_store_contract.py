@@ -1,4 +1,4 @@
-"""What every JournalStore promises, checked alike on the reference in memory and on real Redis."""
+"""What every JournalStore promises, checked alike on the reference in memory, real Redis, a cluster and Sentinel."""
 
 from __future__ import annotations
 
@@ -28,13 +28,21 @@ from belayer.journal.writer import Reader, StreamWriter, read_events, take_over
 T = ids.trajectory("t")
 
 
-@pytest.fixture(params=["memory", "redis", "redis-3-shards"])
-async def store(request: pytest.FixtureRequest, redis_url: str, namespace: str):
-    if request.param == "memory":
-        yield MemoryStore()
-        return
-    shards = 3 if request.param == "redis-3-shards" else 1
-    store = await open_store(redis_url, namespace=namespace, shards=shards, timeout_s=10.0)
+@pytest.fixture(params=["memory", "redis", "redis-3-shards", "cluster", "sentinel"])
+async def store(request: pytest.FixtureRequest, namespace: str):
+    match request.param:
+        case "memory":
+            yield MemoryStore()
+            return
+        case "cluster":
+            url, options = request.getfixturevalue("shared_cluster").url, {}
+        case "sentinel":
+            url, options = request.getfixturevalue("shared_sentinels").url, {"durability": "replicated"}
+        case "redis-3-shards":
+            url, options = request.getfixturevalue("redis_url"), {"shards": 3}
+        case _:
+            url, options = request.getfixturevalue("redis_url"), {}
+    store = await open_store(url, namespace=namespace, timeout_s=10.0, **options)
     yield store
     await store.close()
 

@@ -1,0 +1,49 @@
+"""A real cluster and a real Sentinel set-up for the whole session, for tests that break nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.journal.topologies import Cluster, Sentineled, cluster, sentineled
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def kept_running(made: Callable[[Path], AbstractAsyncContextManager[T]]) -> Iterator[T]:
+    """What the context gives, in an event loop of a thread of its own, because tests have a loop each."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="test-servers")
+    thread.start()
+    with tempfile.TemporaryDirectory(prefix="belayer-test-") as folder:
+        context = made(Path(folder) / "s")
+        try:
+            yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result()
+        finally:
+            asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[Cluster]:
+    """Three primaries without replicas."""
+    with kept_running(cluster) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def shared_sentinels() -> Iterator[Sentineled]:
+    """A primary with one replica, and three sentinels."""
+    with kept_running(sentineled) as made:
+        yield made
