@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from belayer.cli import engine_options as options
 
 if TYPE_CHECKING:
     from belayer.gpu.protocol import EngineHost
@@ -25,14 +26,14 @@ Examples:
   belayer actors --url redis://journal:6379 --engine-log /var/log/engines --recordings ./recordings
 
   belayer actors --url unix:///run/belayer/redis.sock --namespace night-run --owner-pid 4711
+
+  belayer actors --engine sglang --device cuda:0 --memory-socket /run/belayer/gpu0.sock --engine-log /var/log/engines \\
+      --sglang-arguments "--model-path /models/qwen3-4b --mem-fraction-static 0.85"
 """
 
 
 def actors(
-    recordings: Annotated[
-        Path, typer.Option(help="Folder of the recorded engine's token recordings.", exists=True, file_okay=False)
-    ],
-    engine_log: Annotated[Path, typer.Option(help="Folder for the engines' logs.")],
+    engine_log: options.EngineLog,
     url: Annotated[
         str | None, typer.Option(envvar="BELAYER_JOURNAL_URL", help="The journal: redis://, rediss:// or unix://.")
     ] = None,
@@ -41,52 +42,90 @@ def actors(
         str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")
     ] = "everysec",
     owner_pid: Annotated[
-        int | None,
-        typer.Option(envvar="BELAYER_OWNER_PID", help="End when this process has ended. The engines end with it too."),
+        int | None, typer.Option(help="End when this process has ended. The engines end with it too.")
     ] = None,
     run: Annotated[
         str | None, typer.Option(help="The owner's run: removed, with all it created, before we end.")
     ] = None,
-    tokens_per_s: Annotated[float, typer.Option(help="How fast the recorded engine generates.", min=0.1)] = 400.0,
+    relapse_s: Annotated[
+        float,
+        typer.Option(help="A second death of a main within this time excludes its worker; 0 never does.", min=0.0),
+    ] = 60.0,
+    engine: options.EngineOption = options.Kind.RECORDED,
+    recordings: options.Recordings = None,
+    tokens_per_s: options.TokensPerS = 400.0,
+    sglang_python: options.SglangPython = None,
+    sglang_arguments: options.SglangArguments = "",
+    memory_socket: options.MemorySocket = None,
+    device: options.Device = "cpu",
+    handover: options.Handover = options.When.LATE,
+    adoption: options.Adopt = options.Adoption.ON,
 ) -> None:
     import structlog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for `ready` alone
-    asyncio.run(_run(recordings, engine_log, url, namespace, durability, owner_pid, run, tokens_per_s))
+    chosen = options.Choice(
+        engine,
+        engine_log,
+        recordings,
+        tokens_per_s,
+        sglang_python,
+        sglang_arguments,
+        memory_socket,
+        device,
+        handover,
+        adoption,
+    )
+    asyncio.run(_run(chosen, url, namespace, durability, owner_pid, run, relapse_s))
 
 
 async def _run(
-    recordings: Path,
-    engine_log: Path,
+    chosen: options.Choice,
     url: str | None,
     namespace: str,
     durability: str,
     owner_pid: int | None,
     run: str | None,
-    tokens_per_s: float,
+    relapse_s: float,
 ) -> None:
-    from belayer.gpu.recorded_host import RecordedEngineHost
     from belayer.journal.connect import open_store
     from belayer.sandbox.docker_host import open_host
 
     owner = os.getpid() if owner_pid is None else owner_pid
-    engines = RecordedEngineHost(recordings, engine_log, owner_pid=owner, tokens_per_s=tokens_per_s)
+    engines = chosen.host(owner)
     async with open_host() as sandboxes:
         store = await open_store(url, durability=durability, namespace=namespace)
         try:
-            await _work(store, sandboxes, engines, owner, run)
+            await _work(store, sandboxes, engines, owner, run, chosen.patience_s, relapse_s)
         finally:
             await store.close()
 
 
-async def _work(store: JournalStore, sandboxes: SandboxHost, engines: EngineHost, owner: int, run: str | None) -> None:
+async def _work(
+    store: JournalStore,
+    sandboxes: SandboxHost,
+    engines: EngineHost,
+    owner: int,
+    run: str | None,
+    engine_patience_s: float,
+    relapse_s: float,
+) -> None:
     """Run the actors until SIGTERM or SIGINT, or until the owner has ended; then tidy up after him."""
     from belayer.actors.reaper import Reaper
     from belayer.actors.service import run_actors
     from belayer.processes import host_name, start_ticks, wait_exit
 
     ready = asyncio.Event()
-    working = asyncio.create_task(run_actors(store, sandboxes, engines, host_name(), ready))
+    acting = run_actors(
+        store,
+        sandboxes,
+        engines,
+        host_name(),
+        ready,
+        engine_patience_s=engine_patience_s,
+        relapse_s=relapse_s,
+    )
+    working = asyncio.create_task(acting)
     orphaned = asyncio.create_task(wait_exit(owner, start_ticks(owner)))
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from belayer.gpu.plugin import KNOWN_VERSIONS
+from belayer.gpu.sglang_cpu import PYTHON_VARIABLE, find_python
 from belayer.journal.embedded import ServerStartError, find_server
 from belayer.sandbox.home import default_home
 
@@ -26,6 +28,7 @@ PROBE_S = 10.0
 LEAST_FREE_BYTES = 4 << 30
 BASE_IMAGE = "belayer-base:bookworm"
 _DOCKER_FACTS = "{{.ServerVersion}}|{{range $name, $_ := .Runtimes}}{{$name}} {{end}}|{{.Driver}}|{{.DockerRootDir}}"
+_PLUGIN_GROUP = "sglang.srt.plugins"
 _FICLONE = 0x40049409
 """ioctl_ficlone(2): share one file's blocks with another."""
 
@@ -248,6 +251,29 @@ def probe_gpu() -> Finding:
     return Finding("GPU", True, "; ".join(text.splitlines()), "", needed=False)
 
 
+def probe_sglang() -> Finding:
+    """SGLang with our plugin in it: needed for real engines alone. Nothing of it is imported."""
+    name, python = "SGLang", find_python()
+    if python is None:
+        remedy = f"`scripts/sglang_cpu.sh` installs it for the CPU; or set {PYTHON_VARIABLE} to an interpreter with it"
+        return Finding(name, False, "no interpreter with SGLang is known", remedy, needed=False)
+    code = (
+        "from importlib.metadata import entry_points, version; print(version('sglang'));"
+        f"print(*[e.value for e in entry_points(group='{_PLUGIN_GROUP}')])"
+    )
+    try:
+        version, plugins = (_ask(str(python), "-c", code) + "\n").splitlines()[:2]
+    except (_NoAnswerError, ValueError) as error:
+        return Finding(name, False, f"{python}: {error}", "install SGLang there", needed=False)
+    detail = f"{version} in {python}"
+    if version not in KNOWN_VERSIONS:
+        return Finding(name, False, detail, f"the plugin knows {', '.join(KNOWN_VERSIONS)}", needed=False)
+    if "belayer.gpu.plugin:register" not in plugins.split():
+        remedy = f"`{python} -m pip install --no-deps belayer` puts the plugin there"
+        return Finding(name, False, f"{detail}, without Belayer's plugin", remedy, needed=False)
+    return Finding(name, True, f"{detail}, with Belayer's plugin", "", needed=False)
+
+
 PROBES: tuple[Callable[[], Finding], ...] = (
     probe_python,
     probe_root,
@@ -263,4 +289,5 @@ PROBES: tuple[Callable[[], Finding], ...] = (
     probe_criu_tracking,
     probe_reflink,
     probe_gpu,
+    probe_sglang,
 )

@@ -32,6 +32,13 @@ SETTINGS: Mapping[str, Setting] = {
     "journal_url": Setting("url", "BELAYER_JOURNAL_URL", "where the journal is: redis://, rediss:// or unix://"),
     "namespace": Setting("namespace", "BELAYER_NAMESPACE", "whose keys on the server"),
     "durability": Setting("durability", "BELAYER_DURABILITY", "memory, everysec, fsync or replicated"),
+    "engine": Setting("engine", "BELAYER_ENGINE", "recorded or sglang"),
+    "sglang_python": Setting("sglang_python", "BELAYER_SGLANG_PYTHON", "the interpreter that has SGLang"),
+    "sglang_arguments": Setting("sglang_arguments", "BELAYER_SGLANG_ARGUMENTS", "SGLang's own arguments"),
+    "device": Setting("device", "BELAYER_DEVICE", "the engines' device: cpu or cuda:N"),
+    "memory_socket": Setting("memory_socket", "BELAYER_MEMORY_SOCKET", "the device's memory server: its Unix socket"),
+    "handover": Setting("handover", "BELAYER_HANDOVER", "when a shadow may take over: late or early"),
+    "adoption": Setting("adoption", "BELAYER_ADOPTION", "whether a shadow adopts the KV cache: on or off"),
     "home": Setting("home", HOME_VARIABLE, "Belayer's own folder on this machine"),
 }
 """All values are text."""

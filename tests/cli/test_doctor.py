@@ -222,3 +222,21 @@ def test_the_table_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_machine_after_set_up_is_ready() -> None:
     findings = examine()
     assert ready(findings), [finding for finding in findings if finding.needed and not finding.ok]
+
+
+def test_an_interpreter_without_sglang_and_one_without_our_plugin_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for answer, said in (
+        ("exit 1", "install SGLang there"),
+        ("echo 0.5.16; echo belayer.gpu.plugin:register", "the plugin knows 0.5.17"),
+        ("echo 0.5.17; echo other.plugin:register", "puts the plugin there"),
+        ("echo 0.5.17; echo belayer.gpu.plugin:register", ""),
+    ):
+        program(tmp_path, "python", answer)
+        monkeypatch.setenv("BELAYER_SGLANG_PYTHON", str(tmp_path / "python"))
+        finding = probes.probe_sglang()
+        assert said in finding.remedy
+        assert (finding.ok, finding.needed) == (said == "", False)
+    monkeypatch.setenv("BELAYER_SGLANG_PYTHON", str(tmp_path / "nosuch"))
+    assert "no interpreter" in probes.probe_sglang().detail
