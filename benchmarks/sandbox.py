@@ -100,7 +100,7 @@ class Ours:
     async def restore(self, checkpoint: str, action: int) -> float:
         """Seconds until the first action's answer."""
         began = time.perf_counter()
-        made = await self.host.restore(self.run, self.run, self.name(), self.spec, checkpoint)
+        made = await self.host.restore(self.run, self.run, self.name(), self.spec, checkpoint, action)
         async with await self.host.attach(made) as sandbox:
             await sandbox.run(Action(action + 1, "true"))
         took_s = time.perf_counter() - began

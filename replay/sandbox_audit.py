@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from belayer.journal.events import (
     AnyEvent,
     CheckpointDiscarded,
+    CheckpointExtended,
     CheckpointPublished,
     CheckpointStarted,
     CommonEvent,
@@ -97,6 +98,8 @@ def problem_of(state: SandboxState, event: AnyEvent) -> Objection | None:
             return _start_problem(state, event)
         case CheckpointPublished():
             return _publish_problem(state, event)
+        case CheckpointExtended():
+            return _extend_problem(state, event)
         case CheckpointDiscarded():
             return None
         case SandboxRestored():
@@ -132,18 +135,35 @@ def _publish_problem(state: SandboxState, event: CheckpointPublished) -> Objecti
     return None
 
 
+def _extend_problem(state: SandboxState, event: CheckpointExtended) -> Objection | None:
+    started, what = state.open_checkpoint, f"checkpoint {event.checkpoint} is extended"
+    if started is None or started.checkpoint != event.begun:
+        return Check.CHECKPOINT, f"{what} in place of {event.begun}, which was not started"
+    meant = (started.incarnation, started.boundary, started.boundary_sequence)
+    found = (event.incarnation, event.boundary, event.boundary_sequence)
+    if meant != found:
+        return Check.CHECKPOINT, f"{what} to {found}, but {event.begun} was started as {meant}"
+    held = [boundary for name, boundary in state.held if name == event.checkpoint]
+    if not held:
+        return Check.CHECKPOINT, f"{what}, but was not published, or was discarded"
+    # The container that it describes came from it, or it from the container.
+    ours = state.published[event.checkpoint].incarnation == event.incarnation or state.restored_from in held
+    if not ours or max(held).number >= event.boundary:
+        return Check.CHECKPOINT, f"{what} to boundary {event.boundary} of {event.incarnation}, which does not follow it"
+    return None
+
+
 def _restore_problem(state: SandboxState, event: SandboxRestored) -> Objection | None:
     if state.phase != "recovering":
         return Check.RECOVERY, f"restored without a recovery: {_now(state)}"
     at = Boundary(event.boundary, event.boundary_sequence)
-    if not event.checkpoint:
-        source = INITIAL
-    elif (published := state.published.get(event.checkpoint)) is not None:
-        source = Boundary(published.boundary, published.boundary_sequence)
-    else:
+    held = [boundary for name, boundary in state.held if name == event.checkpoint] if event.checkpoint else [INITIAL]
+    if not held:
         return Check.RESTORE, f"checkpoint {event.checkpoint} was not published, or was discarded, when it was restored"
-    name = event.checkpoint or "the initial state"
-    return None if at == source else (Check.RESTORE, f"{name} holds boundary {tuple(source)}, not {tuple(at)}")
+    if at in held:
+        return None
+    there = " and ".join(str(tuple(boundary)) for boundary in held)
+    return Check.RESTORE, f"{event.checkpoint or 'the initial state'} holds boundary {there}, not {tuple(at)}"
 
 
 def _now(state: SandboxState) -> str:

@@ -13,6 +13,7 @@ from belayer.journal.events import (
     ActionStarted,
     AnyEvent,
     CheckpointDiscarded,
+    CheckpointExtended,
     CheckpointPublished,
     CheckpointStarted,
     EpochStarted,
@@ -97,10 +98,24 @@ def _checkpoint(life: Life, draw: st.DrawFn) -> None:
     at = life.prefix.boundary
     name = f"t-b{at.number}-s{at.sequence}-{len(life.box)}"
     life.note(CheckpointStarted(name, life.container.incarnation, at.number, at.sequence))
-    if draw(st.integers(0, 3)):
+    outcome = draw(st.integers(0, 4))
+    earlier = _extensible(life)
+    if outcome == 4 and earlier:
+        life.note(CheckpointExtended(earlier, name, life.container.incarnation, at.number, at.sequence, 0.001, 0.01))
+    elif outcome:
         life.note(CheckpointPublished(name, life.container.incarnation, at.number, at.sequence, 10, 0.01, 0.1))
     else:
         life.note(CheckpointDiscarded(name, "drawn"))
+
+
+def _extensible(life: Life) -> str:
+    """The newest checkpoint, if the container that stands at the boundary is the one that it describes."""
+    if not life.container.held:
+        return ""
+    name, held = life.container.held[-1]
+    ours = life.container.published[name].incarnation == life.container.incarnation
+    follows = held.number < life.prefix.boundary.number
+    return name if follows and (ours or held == life.container.restored_from) else ""
 
 
 def _fail(life: Life, draw: st.DrawFn) -> None:

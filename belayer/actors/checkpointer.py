@@ -1,9 +1,10 @@
 """Captures boundaries while the model thinks about what comes next.
 
-Intent (CheckpointStarted), effect (full_checkpoint), outcome (CheckpointPublished or CheckpointDiscarded), all under
-one epoch of the sandbox's stream. A checkpointer that dies in between leaves an open intent: the next one waits a
-while for its outcome, then discards it and removes its files. One that was overtaken cannot publish, and removes what
-it made. Either way a checkpoint that the journal does not call published is never restored.
+Intent (CheckpointStarted), effect (full_checkpoint), outcome, all under one epoch of the sandbox's stream. The outcome
+is CheckpointPublished, CheckpointExtended when nothing had changed since an earlier one, or CheckpointDiscarded. A
+checkpointer that dies in between leaves an open intent: the next one waits a while for its outcome, then discards it
+and removes its files. One that was overtaken cannot publish, and removes what it made. Either way a checkpoint that the
+journal does not call published is never restored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from belayer.actors.patience import settled
 from belayer.actors.projector import Projector
 from belayer.actors.sandboxes import checkpoint_name, incarnation_of
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, FencedError, SandboxFailedError
-from belayer.journal.events import ActionCommitted, CheckpointDiscarded, CheckpointPublished, CheckpointStarted
+from belayer.journal.events import (
+    ActionCommitted,
+    CheckpointDiscarded,
+    CheckpointExtended,
+    CheckpointPublished,
+    CheckpointStarted,
+)
 from belayer.journal.store import JournalStore, Notice
 from belayer.journal.writer import StreamWriter, take_over
 from belayer.projections import sandbox, trajectory
@@ -76,7 +83,7 @@ class Checkpointer:
     def _wanted(self, prefix: TrajectoryState, state: SandboxState) -> bool:
         """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it."""
         described = {state.restored_from.sequence} if state.container is not None else set[int]()
-        described |= {published.boundary_sequence for published in state.published.values()}
+        described |= {boundary.sequence for _, boundary in state.held}
         return (
             prefix.phase == "open"
             and prefix.action is None
@@ -91,9 +98,13 @@ class Checkpointer:
         incarnation = incarnation_of(state.container)
         await writer.append(CheckpointStarted(checkpoint, incarnation.name, boundary.number, boundary.sequence))
         try:
-            report = await self._host.checkpoint(incarnation, checkpoint, boundary.number)
+            report = await self._host.checkpoint(incarnation, checkpoint, boundary.number, _describing(state))
         except (CheckpointRefusedError, CheckpointFailedError, SandboxFailedError) as error:
             await writer.append(CheckpointDiscarded(checkpoint, str(error)))
+            return
+        if report.held_by:
+            at = incarnation.name, boundary.number, boundary.sequence
+            await writer.append(CheckpointExtended(report.held_by, checkpoint, *at, report.frozen_s, report.total_s))
             return
         published = CheckpointPublished(
             checkpoint,
@@ -116,3 +127,11 @@ class Checkpointer:
         """First in the journal, then on disk: what the journal calls published is always there."""
         await writer.append(CheckpointDiscarded(checkpoint, reason))
         await self._host.remove_checkpoint(checkpoint)
+
+
+def _describing(state: SandboxState) -> str:
+    """The newest checkpoint of the container that counts, or the one that it came from; empty when there is none."""
+    for name, boundary in reversed(state.held):
+        if state.published[name].incarnation == state.incarnation or boundary == state.restored_from:
+            return name
+    return ""

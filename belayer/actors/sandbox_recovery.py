@@ -119,7 +119,9 @@ class SandboxRecovery:
         new = incarnation_name(name, writer.epoch, attempt)
         started = time.monotonic()
         if decision.checkpoint:
-            restored = await self._host.restore(state.run, name, new, state.spec, decision.checkpoint)
+            restored = await self._host.restore(
+                state.run, name, new, state.spec, decision.checkpoint, decision.boundary.number
+            )
         else:
             restored = await self._host.create(state.run, name, new, state.spec)
         event = SandboxRestored(

@@ -162,7 +162,7 @@ def _trajectory_row(
 ) -> TrajectoryRow:
     state = watched.state
     container = box.state if box is not None else sandbox.EMPTY
-    newest = next(reversed(container.published.values()), None)
+    newest = container.held[-1] if container.held else ("", trajectory.INITIAL)
     ages = [watched.age_s(now_ns)] + ([box.age_s(now_ns)] if box is not None else [])
     return TrajectoryRow(
         trajectory=watched.stream.name,
@@ -176,8 +176,8 @@ def _trajectory_row(
         action=0 if state.action is None else state.action.action,
         boundary=state.boundary.number,
         rewinds=state.rewinds,
-        checkpoint="" if newest is None else newest.checkpoint,
-        checkpoint_boundary=0 if newest is None else newest.boundary,
+        checkpoint=newest[0],
+        checkpoint_boundary=newest[1].number,
         sandbox=container.incarnation,
         sandbox_state=container.phase,
         sandbox_failures=container.failures,

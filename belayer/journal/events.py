@@ -215,6 +215,19 @@ class CheckpointPublished(Event, frozen=True, array_like=True, tag="checkpoint-p
     total_s: float
 
 
+class CheckpointExtended(Event, frozen=True, array_like=True, tag="checkpoint-extended"):
+    """Nothing has changed since `checkpoint` was captured: it holds this boundary too. `begun` is the one that was not
+    needed."""
+
+    checkpoint: str
+    begun: str
+    incarnation: str
+    boundary: int
+    boundary_sequence: int
+    frozen_s: float
+    total_s: float
+
+
 class CheckpointDiscarded(Event, frozen=True, array_like=True, tag="checkpoint-discarded"):
     """The checkpoint is not, or no longer, usable."""
 
@@ -334,7 +347,13 @@ TrajectoryEvent = (
     | TrajectoryAborted
 )
 SandboxEvent = (
-    SandboxCreated | CheckpointStarted | CheckpointPublished | CheckpointDiscarded | SandboxRestored | SandboxRemoved
+    SandboxCreated
+    | CheckpointStarted
+    | CheckpointPublished
+    | CheckpointExtended
+    | CheckpointDiscarded
+    | SandboxRestored
+    | SandboxRemoved
 )
 WorkerEvent = WorkerRegistered | WorkerReady | HandoverCompleted | WorkerRemoved
 RunEvent = RunStarted | RunFinished | WeightsPublished | TrainerCheckpointed

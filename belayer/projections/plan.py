@@ -97,8 +97,7 @@ def newest_checkpoint(trajectory: TrajectoryState, sandbox: SandboxState) -> tup
     """
     live = set(trajectory.boundaries)
     found = ("", INITIAL)
-    for name, published in sandbox.published.items():
-        boundary = Boundary(published.boundary, published.boundary_sequence)
+    for name, boundary in sandbox.held:
         if boundary in live and boundary.sequence >= found[1].sequence:
             found = (name, boundary)
     return found
@@ -107,12 +106,8 @@ def newest_checkpoint(trajectory: TrajectoryState, sandbox: SandboxState) -> tup
 def disposable(trajectory: TrajectoryState, sandbox: SandboxState, keep: int) -> list[str]:
     """Published checkpoints that recovery will not need: all but the `keep` newest on the live branch."""
     live = set(trajectory.boundaries)
-    usable = [
-        name
-        for name, published in sandbox.published.items()
-        if Boundary(published.boundary, published.boundary_sequence) in live
-    ]
-    kept = set(usable[-keep:])
+    usable = sorted((pair for pair in sandbox.held if pair[1] in live), key=lambda pair: pair[1].sequence)
+    kept = list(dict.fromkeys(name for name, _ in reversed(usable)))[:keep]
     return [name for name in sandbox.published if name not in kept]
 
 

@@ -15,6 +15,7 @@ from belayer.journal.codec import Recorded
 from belayer.journal.events import (
     AnyEvent,
     CheckpointDiscarded,
+    CheckpointExtended,
     CheckpointPublished,
     CheckpointStarted,
     EpochStarted,
@@ -41,6 +42,8 @@ class SandboxState(msgspec.Struct, frozen=True):
     """The boundary at which the current incarnation began."""
     published: dict[str, CheckpointPublished] = {}
     """Checkpoints that may be restored, oldest first."""
+    held: tuple[tuple[str, Boundary], ...] = ()
+    """Which boundary which of them holds, in the order in which the journal says so. One may hold several."""
     open_checkpoint: CheckpointStarted | None = None
     failure: FailureDetected | None = None
     failures: int = 0
@@ -101,18 +104,24 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
                 state,
                 sequence=sequence,
                 published=state.published | {event.checkpoint: event},
+                held=(*state.held, (event.checkpoint, Boundary(event.boundary, event.boundary_sequence))),
                 open_checkpoint=_still_open(state, event.checkpoint),
             )
+        case CheckpointExtended():
+            at = Boundary(event.boundary, event.boundary_sequence)
+            held = (*state.held, (event.checkpoint, at)) if event.checkpoint in state.published else state.held
+            return replace(state, sequence=sequence, held=held, open_checkpoint=_still_open(state, event.begun))
         case CheckpointDiscarded():
             published = {name: kept for name, kept in state.published.items() if name != event.checkpoint}
             return replace(
                 state,
                 sequence=sequence,
                 published=published,
+                held=tuple(pair for pair in state.held if pair[0] != event.checkpoint),
                 open_checkpoint=_still_open(state, event.checkpoint),
             )
         case SandboxRemoved():
-            return replace(state, sequence=sequence, phase="removed", published={}, open_checkpoint=None)
+            return replace(state, sequence=sequence, phase="removed", published={}, held=(), open_checkpoint=None)
         case EpochStarted():
             return replace(state, sequence=sequence, epoch=event.epoch, writer=event.writer)
         case _:

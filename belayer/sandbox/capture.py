@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
+from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
 from belayer.processes import is_alive
 from belayer.sandbox import lazy
 from belayer.sandbox.captured import Captured, file_digest
@@ -27,12 +27,22 @@ from belayer.sandbox.eager import keep_eager
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture
-from belayer.sandbox.manifest import IMAGES, LAYER, LAYER_INDEX, RUNNER_STATE, Manifest, boot_id, write_manifest
+from belayer.sandbox.manifest import (
+    IMAGES,
+    LAYER,
+    LAYER_INDEX,
+    RUNNER_STATE,
+    Manifest,
+    boot_id,
+    read_manifest,
+    write_manifest,
+)
 from belayer.sandbox.mounts import external_mounts
 from belayer.sandbox.obstacles import obstacle
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
 from belayer.sandbox.quiet import mapped_inodes, noise
 from belayer.sandbox.tree import described, is_dying, outsiders
+from belayer.sandbox.unchanged import is_unchanged
 
 LOCK_S = 5.0
 SETTLE_S = 1.0
@@ -63,6 +73,7 @@ class Capture:
         name: str,
         action: int,
         runner: RunnerState,
+        since: str = "",
     ) -> None:
         self._home = home
         self._criu = criu
@@ -71,6 +82,7 @@ class Capture:
         self._name = name
         self._action = action
         self._runner = runner
+        self._since = since
         self._owner = home.owner(incarnation.name)
         self._traits = "" if self._owner is None else self._owner.traits
         self._cancelled = threading.Event()
@@ -100,6 +112,8 @@ class Capture:
         self._await_idle()
         known = self._home.captured(self._incarnation.name)
         saved = None if known is None else self._home.checkpoint(known.checkpoint) / LAYER
+        if known is not None and (frozen_s := self._nothing_new(freezer, known)):
+            return CheckpointReport(0, frozen_s, time.monotonic() - started, known.checkpoint)
         try:
             with self._home.partial(self._name) as folder:
                 for part in (IMAGES, LAYER):
@@ -116,6 +130,40 @@ class Capture:
         except (CriuError, OSError) as error:
             raise CheckpointFailedError(self._name, str(error)) from None
         return CheckpointReport(size_bytes, frozen_s, time.monotonic() - started)
+
+    def _nothing_new(self, freezer: Freezer, known: Captured) -> float:
+        """Whether a fresh runner over what was captured last is the container as it is: the frozen time, or 0.
+
+        Looked at twice, so that a container in which something has changed is not frozen for this.
+        """
+        if known.checkpoint != self._since or not self._was_quiet() or self._noise_among(freezer.processes()):
+            return 0.0
+        try:
+            if not is_unchanged(self._container.upper, known):
+                return 0.0
+            self._stop_if_cancelled()
+            began = time.monotonic()
+            freezer.freeze(self._incarnation.name)
+            try:
+                if self._marker() == ("busy", self._action):  # it is just answering somebody
+                    return 0.0
+                held = freezer.processes()
+                self._verify(held)
+                same = not self._noise_among(held) and is_unchanged(self._container.upper, known)
+                return time.monotonic() - began if same else 0.0
+            finally:
+                freezer.thaw()
+        except OSError as error:
+            raise CheckpointFailedError(self._name, str(error)) from None
+
+    def _was_quiet(self) -> bool:
+        """Whether the earlier checkpoint is there, whole, and nothing but files and a runner with the same traits."""
+        try:
+            manifest = read_manifest(self._home.checkpoint(self._since))
+        except RestoreFailedError:
+            return False
+        same = (manifest.image_digest, manifest.traits) == (self._container.image_digest, self._traits)
+        return manifest.quiet and same and manifest.action < self._action
 
     def _quietly(self, freezer: Freezer, layer: LayerCapture) -> float:
         """Capture a container of nothing but files and an idle runner; the frozen time. 0: it is more than that."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from belayer.sandbox.scan import FILE, FOLDER, Scan, parent_of, scan
+from belayer.sandbox.scan import FILE, FOLDER, Scan, believed_until, parent_of, scan
 
 BLOCK_BYTES = 1 << 18
 ZEROS = bytes(BLOCK_BYTES)
@@ -39,6 +39,8 @@ class Captured(msgspec.Struct, frozen=True, array_like=True):
     """Inodes that a process could still change without a trace."""
     size_bytes: int
     digest: str
+    root: tuple[int, int] | None = None
+    """Inode and ctime of the layer's own folder; None when the ctime was too young to be believed."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -78,14 +80,23 @@ def digest_of(folder: Path) -> str:
 
 def rebase(upper: Path, captured: Captured) -> Captured:
     """What was captured, as seen from another container whose layer has just been filled with it."""
+    believed_ns = believed_until()
     with opened(upper) as root:
+        at = root_of(root, believed_ns)
         now = scan(root)
     entries = {
         path: Seen(now[path].st_ino, now[path].st_ctime_ns, seen.digest)
         for path, seen in captured.entries.items()
         if path in now
     }
-    return Captured(captured.checkpoint, entries, [], captured.size_bytes, captured.digest)
+    young = sorted({seen.inode for seen in entries.values() if seen.ctime_ns >= believed_ns})
+    return Captured(captured.checkpoint, entries, young, captured.size_bytes, captured.digest, at)
+
+
+def root_of(root: int, believed_ns: int) -> tuple[int, int] | None:
+    """What `Captured.root` says of the folder open as `root`."""
+    found = os.fstat(root)
+    return (found.st_ino, found.st_ctime_ns) if found.st_ctime_ns < believed_ns else None
 
 
 def file_digest(path: Path) -> str:

@@ -158,7 +158,9 @@ class DockerHost:
 
     # --- checkpoints ---
 
-    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+    async def checkpoint(
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+    ) -> CheckpointReport:
         """full_checkpoint; see `capture.py`. Cancelling it gives up, thaws and cleans up before it returns."""
         if not await self.is_alive(incarnation):
             raise SandboxFailedError(incarnation.name, f"process 1 (host pid {incarnation.pid}) is gone")
@@ -169,7 +171,7 @@ class DockerHost:
             raise SandboxFailedError(incarnation.name, str(error)) from None
         async with await self.attach(incarnation) as sandbox:
             runner = await sandbox.state()
-        capture = Capture(self._home, self._criu, incarnation, container, checkpoint, action, runner)
+        capture = Capture(self._home, self._criu, incarnation, container, checkpoint, action, runner, since)
         work = asyncio.ensure_future(asyncio.to_thread(capture.run, CHECKPOINT_TIMEOUT_S))
         try:
             report = await asyncio.shield(work)
@@ -188,18 +190,20 @@ class DockerHost:
         return report
 
     async def restore(
-        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
     ) -> Incarnation:
         """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it."""
         folder = self.checkpoint_path(checkpoint)
         manifest = await asyncio.to_thread(read_manifest, folder)
+        if action < manifest.action or (action > manifest.action and not manifest.quiet):
+            raise RestoreFailedError(checkpoint, f"it holds action {manifest.action}, not {action}")
         await asyncio.to_thread(verify, folder, manifest)
         await self.remove(incarnation)
         owner = Owner(run, trajectory, spec, manifest.image_digest, traits=manifest.traits)
         try:
-            here = await self._from_spare(incarnation, owner, folder, manifest)
+            here = await self._from_spare(incarnation, owner, folder, manifest, action)
             if here is None:
-                here = await self._maker.restored(incarnation, owner, folder, manifest)
+                here = await self._maker.restored(incarnation, owner, folder, manifest, action)
         except (DockerRefusedError, LazyPagesError, SandboxFailedError, OSError) as error:
             await self._give_up(incarnation)
             raise RestoreFailedError(checkpoint, str(error)) from None
@@ -224,13 +228,15 @@ class DockerHost:
 
     # --- steps ---
 
-    async def _from_spare(self, incarnation: str, owner: Owner, folder: Path, manifest: Manifest) -> Incarnation | None:
+    async def _from_spare(
+        self, incarnation: str, owner: Owner, folder: Path, manifest: Manifest, action: int
+    ) -> Incarnation | None:
         """Brought back in a spare container; None when none waits or it does not work out."""
         if not manifest.quiet:
             return None
         for spare in self._spares.find(owner.key):
             try:
-                here = await self._maker.from_spare(spare, incarnation, owner, folder, manifest)
+                here = await self._maker.from_spare(spare, incarnation, owner, folder, manifest, action)
             except (DockerRefusedError, SandboxError, OSError) as error:
                 log.warning("a spare container was of no use", spare=spare, error=str(error))
                 await self.remove(incarnation)

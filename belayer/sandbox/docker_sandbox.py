@@ -57,10 +57,10 @@ class DockerSandbox:
         header, state = await self._ask({"kind": "state"}, timeout_s)
         return RunnerState(state, _field(self._incarnation.name, header, "ipc", bool))
 
-    async def adopt(self, state: bytes, timeout_s: float = ANSWER_S) -> int:
-        """Make a fresh runner go on from another's state; the last action's number."""
+    async def adopt(self, state: bytes, action: int, timeout_s: float = ANSWER_S) -> int:
+        """Make a fresh runner go on from another's state, after `action`; the last action's number."""
         try:
-            request = {"kind": "adopt", "state": json.loads(state)}
+            request = {"kind": "adopt", "state": json.loads(state) | {"last": action}}
         except ValueError:
             raise SandboxFailedError(self._incarnation.name, "the saved state of its runner is unreadable") from None
         header, _ = await self._ask(request, timeout_s)

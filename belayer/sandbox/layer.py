@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from belayer.sandbox.captured import Captured, Seen, describe
+import msgspec
+
+from belayer.sandbox.captured import Captured, Seen, describe, root_of
 from belayer.sandbox.scan import (
     FOLDER,
     Scan,
+    believed_until,
     copy_entry,
     copy_metadata,
     copy_xattrs_of,
@@ -30,7 +32,6 @@ from belayer.sandbox.scan import (
     scan,
 )
 
-TICK_NS = 20_000_000
 LAYER_LIMIT_BYTES = 64 << 30
 
 
@@ -53,6 +54,7 @@ class LayerCapture:
                 self._known = {path: seen for path, seen in known.entries.items() if seen.inode not in disbelieved}
         self._first: Scan = {}
         self._last: Scan = {}
+        self._root: tuple[int, int] | None = None
         self._believed_ns = 0
         self._reused: set[bytes] = set()
         self._missed: set[bytes] = set()
@@ -68,7 +70,7 @@ class LayerCapture:
 
     def prepare(self) -> None:
         """Copy all that is there. What moves meanwhile is left to `settle`."""
-        self._believed_ns = _believed_until()
+        self._believed_ns = believed_until()
         self._first = scan(self._source)
         size_bytes = sum(found.st_blocks * 512 for found in self._first.values())
         if size_bytes > LAYER_LIMIT_BYTES:
@@ -81,6 +83,7 @@ class LayerCapture:
         """Make the copy exact; how many entries that took. The container is frozen; `mapped` are the inodes that are
         mapped shared and writable, now or when `prepare` began."""
         self._disbelieved = set(mapped)
+        self._root = root_of(self._source, self._believed_ns)
         self._last = scan(self._source)
         redo: Scan = {}
         renewed: set[bytes] = set()  # folders that are others than before: nothing in them is taken as it was
@@ -103,7 +106,9 @@ class LayerCapture:
         self.finish_folders()
         known = {path: self._known[path].digest for path in self._reused if path in self._last}
         young = [found.st_ino for found in self._last.values() if found.st_ctime_ns >= self._believed_ns]
-        return describe(self._target, self._last, checkpoint, known, sorted(self._disbelieved.union(young)))
+        disbelieved = sorted(self._disbelieved.union(young))
+        captured = describe(self._target, self._last, checkpoint, known, disbelieved)
+        return msgspec.structs.replace(captured, root=self._root)
 
     def finish_folders(self) -> None:
         """Folders' owners, modes and times, children first, because adding a child changes its folder's times."""
@@ -227,10 +232,3 @@ def _open(root: int, folder: bytes) -> int:
         return os.dup(root)
     with parent_of(root, folder) as (parent, name):
         return os.open(name, FOLDER, dir_fd=parent)
-
-
-def _believed_until() -> int:
-    """A ctime from here on may stand for several changes. Linux 6.13: Documentation/filesystems/multigrain-ts.rst."""
-    major, minor = os.uname().release.split(".")[:2]
-    exact = (int(major), int(minor.partition("-")[0])) >= (6, 13)
-    return (1 << 63) if exact else time.time_ns() - TICK_NS

@@ -48,19 +48,19 @@ class Maker:
         self._home.set_owner(name, written)
         return here
 
-    async def restored(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest) -> Incarnation:
+    async def restored(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest, action: int) -> Incarnation:
         """A container in the checkpoint's state, whose runner says so."""
         here = await asyncio.to_thread(self._restore, name, owner, checkpoint, manifest)
-        await self._probe(here, checkpoint, manifest)
+        await self._probe(here, checkpoint, manifest, action)
         return here
 
     async def from_spare(
-        self, spare: str, name: str, owner: Owner, checkpoint: Path, manifest: Manifest
+        self, spare: str, name: str, owner: Owner, checkpoint: Path, manifest: Manifest, action: int
     ) -> Incarnation | None:
         """The same from a spare container, for a quiet checkpoint. None when somebody else has taken the spare."""
         here = await asyncio.to_thread(self._take, spare, name, owner, checkpoint)
         if here is not None:
-            await self._probe(here, checkpoint, manifest)
+            await self._probe(here, checkpoint, manifest, action)
         return here
 
     # --- steps ---
@@ -111,13 +111,13 @@ class Maker:
         if index is not None:
             self._home.set_captured(name, rebase(upper, index))
 
-    async def _probe(self, here: Incarnation, checkpoint: Path, manifest: Manifest) -> None:
+    async def _probe(self, here: Incarnation, checkpoint: Path, manifest: Manifest, action: int) -> None:
         async with DockerSandbox(self._home, here) as sandbox:
             if manifest.quiet:
-                await sandbox.adopt((checkpoint / RUNNER_STATE).read_bytes(), PROBE_S)
+                await sandbox.adopt((checkpoint / RUNNER_STATE).read_bytes(), action, PROBE_S)
             last = await sandbox.ping(PROBE_S)
-        if last != manifest.action:
-            raise RestoreFailedError(checkpoint.name, f"its runner says {last} actions, not {manifest.action}")
+        if last != action:
+            raise RestoreFailedError(checkpoint.name, f"its runner says {last} actions, not {action}")
 
 
 def _incarnation(container: Container) -> Incarnation:

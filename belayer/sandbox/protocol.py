@@ -54,11 +54,13 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """A published checkpoint: what it cost."""
+    """A checkpoint: what it cost."""
 
     size_bytes: int
     frozen_s: float
     total_s: float
+    held_by: str = ""
+    """Not empty: nothing was captured, for that earlier checkpoint still describes the container."""
 
 
 class Sandbox(Protocol):
@@ -95,17 +97,24 @@ class SandboxHost(Protocol):
         """Whether the container's process 1 runs (the same one: pid and start time)."""
         ...
 
-    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+    async def checkpoint(
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+    ) -> CheckpointReport:
         """full_checkpoint: freeze, verify that the runner is idle after `action`, capture layer and processes, publish.
 
+        `since`: an earlier checkpoint of this container, or that it was restored from. When nothing but the runner's
+        count of actions has changed since, nothing is captured and the report says so.
         CheckpointRefusedError: not in that state, nothing is left. CheckpointFailedError: given up, nothing is left.
         """
         ...
 
     async def restore(
-        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
     ) -> Incarnation:
-        """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it."""
+        """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it.
+
+        `action`: the last one that has run, of those whose boundaries the checkpoint holds.
+        """
         ...
 
     async def remove(self, incarnation: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from replay.timeline.model import Action, Generation, Incident, Item, Note, Recovery, Story
-from replay.timeline.words import captured, failed, one_line, outcome, recovered, seconds, since
+from replay.timeline.words import captured, failed, mark_of, one_line, outcome, recovered, seconds, since
 
 _ROW = 30
 _LIVE_X, _SIDE_X = 14, 32
@@ -120,8 +120,7 @@ def _command(row: _Row) -> str:
 def _badge(action: Action | None) -> str:
     if action is None or action.checkpoint is None:
         return ""
-    kind = "restored" if action.checkpoint.restored else "published"
-    mark = f'<path class="checkpoint {kind}" d="M7 1l6 6-6 6-6-6z"/>'
+    mark = f'<path class="checkpoint {mark_of(action.checkpoint)}" d="M7 1l6 6-6 6-6-6z"/>'
     return f'<svg width="14" height="14"><title>{escape(captured(action.checkpoint))}</title>{mark}</svg>'
 
 

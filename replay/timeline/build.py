@@ -92,9 +92,7 @@ class _Builder:
         ]
         for number, incident in enumerate(story.incidents, 1):
             incident.number = number
-        by_boundary = {
-            checkpoint.boundary.sequence: checkpoint for checkpoint in story.checkpoints if checkpoint.was_published
-        }
+        by_boundary = {checkpoint.boundary.sequence: checkpoint for checkpoint in story.checkpoints if checkpoint.holds}
         for action in story.actions:
             action.checkpoint = by_boundary.get(action.boundary_sequence)
         return story

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from replay.timeline.model import Action, Generation, Incident, Life, Story
-from replay.timeline.words import captured, failed, one_line, outcome, plural, recovered, seconds
+from replay.timeline.words import captured, failed, mark_of, one_line, outcome, plural, recovered, seconds
 
 _LEFT, _RIGHT, _TOP = 84, 28, 30
 _LANES = {"model": 40, "actions": 72, "sandbox": 110, "engine": 156}
@@ -110,8 +110,8 @@ class _Chart:
         for one in self._story.checkpoints:
             if one.end_ns is None or one.end_ns > self._story.end_ns:
                 continue
-            kind = "restored" if one.restored else "published" if one.was_published else "discarded"
-            x = self._x(one.end_ns if one.was_published else one.start_ns)
+            kind = mark_of(one)
+            x = self._x(one.end_ns if one.holds else one.start_ns)
             title = f"boundary {one.boundary.number}: {captured(one)}"
             if one.restored:
                 title += f"\nrestored {plural(one.restored, 'time')}"

@@ -7,6 +7,7 @@ from typing import Literal
 from belayer.journal.codec import Recorded
 from belayer.journal.events import (
     CheckpointDiscarded,
+    CheckpointExtended,
     CheckpointPublished,
     CheckpointStarted,
     FailureDetected,
@@ -57,6 +58,10 @@ class Lives:
                 checkpoint.end_ns, checkpoint.state, checkpoint.was_published = now_ns, "published", True
                 checkpoint.size_bytes, checkpoint.frozen_s = event.size_bytes, event.frozen_s
                 checkpoint.total_s = event.total_s
+            case CheckpointExtended() if event.begun in self._checkpoints:
+                checkpoint = self._checkpoints[event.begun]
+                checkpoint.end_ns, checkpoint.state, checkpoint.held_by = now_ns, "extended", event.checkpoint
+                checkpoint.frozen_s, checkpoint.total_s = event.frozen_s, event.total_s
             case CheckpointDiscarded() if event.checkpoint in self._checkpoints:
                 checkpoint = self._checkpoints[event.checkpoint]
                 checkpoint.end_ns = checkpoint.end_ns or now_ns
@@ -151,8 +156,10 @@ class Lives:
         incident.attempts += 1
 
     def _restored(self, event: SandboxRestored, now_ns: int) -> None:
-        if event.checkpoint in self._checkpoints:
-            self._checkpoints[event.checkpoint].restored += 1
+        at = Boundary(event.boundary, event.boundary_sequence)
+        for checkpoint in self._story.checkpoints:
+            if checkpoint.boundary == at and event.checkpoint in (checkpoint.name, checkpoint.held_by):
+                checkpoint.restored += 1
         if self._sandbox_incident is not None:
             self._sandbox_incident.ready_ns = now_ns
             self._sandbox_incident.successor = event.incarnation

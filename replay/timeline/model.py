@@ -45,7 +45,7 @@ class Action:
     observation_tokens: int = 0
     superseded_by: Incident | None = None
     checkpoint: Checkpoint | None = None
-    """The published checkpoint of the boundary after it, if one was ever published."""
+    """What holds the boundary after it, if a checkpoint ever did."""
 
 
 @dataclass
@@ -57,14 +57,21 @@ class Checkpoint:
     sandbox: str
     start_ns: int
     end_ns: int | None = None
-    state: Literal["open", "published", "discarded"] = "open"
+    state: Literal["open", "published", "extended", "discarded"] = "open"
+    """`extended`: it was not needed, for `held_by` holds its boundary too."""
     was_published: bool = False
+    held_by: str = ""
     size_bytes: int = 0
     frozen_s: float = 0.0
     total_s: float = 0.0
     reason: str = ""
     restored: int = 0
-    """How often it was restored."""
+    """How often the boundary was restored."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the boundary was ever held by a checkpoint, this one or an earlier one."""
+        return self.was_published or bool(self.held_by)
 
 
 @dataclass

@@ -126,6 +126,7 @@ _LEGEND = """<p class="legend">
 <span><i class="swatch waiting"></i>action waiting (frozen or failed sandbox)</span>
 <span><i class="swatch gone"></i>superseded</span><span><i class="swatch life"></i>incarnation</span>
 <span><svg width="12" height="12"><path class="checkpoint published" d="M6 1l5 5-5 5-5-5z"/></svg>checkpoint</span>
+<span><svg width="12" height="12"><path class="checkpoint extended" d="M6 1l5 5-5 5-5-5z"/></svg>nothing new</span>
 <span><svg width="12" height="12"><path class="checkpoint restored" d="M6 1l5 5-5 5-5-5z"/></svg>restored later</span>
 <span><svg width="12" height="12"><path class="checkpoint discarded" d="M6 1l5 5-5 5-5-5z"/></svg>given up</span>
 <span><svg width="16" height="16"><g class="failure"><circle cx="8" cy="8" r="7"/>

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.timeline.model import Action, Generation, Incident, Note, Recovery, Story
-from replay.timeline.words import failed, figures, headline, one_line, outcome, recovered, seconds, since
+from replay.timeline.words import failed, figures, headline, mark_of, one_line, outcome, recovered, seconds, since
 
 _LIVE, _SUPERSEDED = "│  ", "  ╎"
 _TIME, _NUMBER, _TOOK = 9, 4, 9
@@ -31,7 +31,7 @@ def show(story: Story, console: Console) -> None:
 
 
 def _legend() -> str:
-    return "│ the live branch   ╎ superseded   ✗ failure   ↺ recovery   ◆ checkpoint published   ◈ and restored later"
+    return "│ the live branch   ╎ superseded   ✗ failure   ↺ recovery   ◆ checkpoint   ◇ nothing new   ◈ restored later"
 
 
 def _figures(story: Story) -> Table:
@@ -110,7 +110,8 @@ def _environment(action: Action | None) -> Text:
     status = outcome(action)
     took = "" if action.end_ns is None else seconds(action.duration_s)
     text = Text(f"{status:>{_OUTCOME}}", "" if status == "exit 0" else "yellow").append(f"{took:>{_TOOK}}", "cyan")
-    mark = "  " if action.checkpoint is None else " ◈" if action.checkpoint.restored else " ◆"
+    marks = {"restored": " ◈", "published": " ◆", "extended": " ◇", "discarded": "  "}
+    mark = "  " if action.checkpoint is None else marks[mark_of(action.checkpoint)]
     return text.append(mark, "magenta")
 
 

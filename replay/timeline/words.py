@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Literal
 
 from replay.timeline.model import Action, Checkpoint, Incident, Story
 
@@ -83,11 +84,20 @@ def recovered(incident: Incident) -> str:
     return "; ".join(parts)
 
 
+def mark_of(checkpoint: Checkpoint) -> Literal["restored", "published", "extended", "discarded"]:
+    """Which mark stands for it."""
+    if checkpoint.restored:
+        return "restored"
+    return "published" if checkpoint.was_published else "extended" if checkpoint.held_by else "discarded"
+
+
 def captured(checkpoint: Checkpoint) -> str:
     """A checkpoint in a few words."""
     if checkpoint.was_published:
         frozen, took = seconds(checkpoint.frozen_s), seconds(checkpoint.total_s)
         return f"checkpoint {size(checkpoint.size_bytes)}, frozen {frozen} of {took}"
+    if checkpoint.held_by:
+        return f"nothing had changed since checkpoint {checkpoint.held_by}, frozen {seconds(checkpoint.frozen_s)}"
     return f"no checkpoint: {checkpoint.reason}" if checkpoint.state == "discarded" else "checkpoint not finished"
 
 
@@ -111,6 +121,8 @@ def figures(story: Story) -> list[tuple[str, str, str]]:
     again_actions = len(story.actions) - len([one for one in story.actions if one.superseded_by is None])
     outages = [incident.outage_s for incident in story.incidents if incident.hit and incident.outage_s is not None]
     published = [one for one in story.checkpoints if one.was_published]
+    extended = sum(bool(one.held_by) for one in story.checkpoints)
+    skipped = f", {extended} more not needed" if extended else ""
     rows = [
         ("duration", seconds(story.duration_s), f"{plural(story.events, 'event')} in the journal"),
         ("actions", str(len(live_actions)), f"{again_actions} more superseded" if again_actions else "each once"),
@@ -123,7 +135,9 @@ def figures(story: Story) -> list[tuple[str, str, str]]:
         (
             "checkpoints",
             str(len(published)),
-            f"frozen {seconds(median(one.frozen_s for one in published))} each" if published else "none published",
+            f"frozen {seconds(median(one.frozen_s for one in published))} each{skipped}"
+            if published
+            else "none published",
         ),
     ]
     found = "nothing" if not story.findings else plural(story.findings, "finding")

@@ -1,15 +1,16 @@
 """A model of the world in which actors work: a sandbox host in memory, and a fuse that strikes between any two steps.
 
 The model host keeps the Protocol's promises exactly (at-most-once actions, half a checkpoint never visible); the real
-host is tested against Docker and CRIU in tests/sandbox. Its environment is the list of actions that ran in it, so an
-action that is lost, repeated or run in the wrong environment shows in the next observation.
+host is tested against Docker and CRIU in tests/sandbox. Its environment is the list of actions that changed it, so an
+action that is lost, repeated or run in the wrong environment shows in the next observation. Actions that only look
+change nothing, so that a checkpoint may hold several boundaries.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,19 @@ class Fused:
         return call if callable(method) else method
 
 
+def changes(command: str) -> bool:
+    """Whether the command does anything to its environment."""
+    return not command.startswith("look")
+
+
 @dataclass
 class Container:
-    """One model container: `actions` is its whole state."""
+    """One model container: `actions`, those that changed it, is its whole state; `last` what its runner counts."""
 
     incarnation: Incarnation
     run: str
     actions: list[str] = field(default_factory=list)
+    last: int = 0
     results: dict[int, Observation] = field(default_factory=dict)
     alive: bool = True
 
@@ -94,9 +101,11 @@ class ModelSandbox:
         if not container.alive:
             raise SandboxFailedError(container.incarnation.name, "dead")
         if action.number not in container.results:
-            assert action.number == len(container.actions) + 1, "an action ran in the wrong environment"
-            container.actions.append(action.command)
-            output = hashlib.blake2b(repr(container.actions).encode(), digest_size=4).digest()
+            assert action.number == container.last + 1, "an action ran in the wrong environment"
+            container.last = action.number
+            if changes(action.command):
+                container.actions.append(action.command)
+            output = hashlib.blake2b(repr((container.actions, action)).encode(), digest_size=4).digest()
             container.results[action.number] = Observation(0, output, 0.1)
         return container.results[action.number]
 
@@ -109,7 +118,7 @@ class ModelHost:
 
     def __init__(self) -> None:
         self.containers: dict[str, Container] = {}
-        self.saved: dict[str, tuple[str, tuple[str, ...], dict[int, Observation]]] = {}
+        self.saved: dict[str, Container] = {}
         self._pid = 0
 
     async def create(self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec) -> Incarnation:
@@ -128,25 +137,33 @@ class ModelHost:
         container = self.containers.get(incarnation.name)
         return container is not None and container.alive
 
-    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+    async def checkpoint(
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+    ) -> CheckpointReport:
         container = self.containers.get(incarnation.name)
         if container is None or not container.alive:
             raise SandboxFailedError(incarnation.name, "dead")
-        if len(container.actions) != action:
+        if container.last != action:
             raise CheckpointRefusedError(incarnation.name, "it has moved on")
-        self.saved[checkpoint] = (container.run, tuple(container.actions), dict(container.results))
+        before = self.saved.get(since)
+        if before is not None and before.actions == container.actions:
+            return CheckpointReport(0, 0.0, 0.0, since)
+        self.saved[checkpoint] = self._copy(container)
         return CheckpointReport(1, 0.0, 0.0)
 
     async def restore(
-        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
     ) -> Incarnation:
         if checkpoint not in self.saved:
             raise RestoreFailedError(checkpoint, "it is gone")
         made = await self.create(run, trajectory, incarnation, spec)
-        _, actions, results = self.saved[checkpoint]
-        self.containers[incarnation].actions = list(actions)
-        self.containers[incarnation].results = dict(results)
+        saved = self.saved[checkpoint]
+        assert action >= saved.last, "a boundary that the checkpoint does not hold"
+        self.containers[incarnation] = replace(self._copy(saved), incarnation=made, run=run, last=action)
         return made
+
+    def _copy(self, container: Container) -> Container:
+        return replace(container, actions=list(container.actions), results=dict(container.results))
 
     async def remove(self, incarnation: str) -> None:
         if container := self.containers.pop(incarnation, None):
@@ -158,7 +175,7 @@ class ModelHost:
     async def remove_run(self, run: str) -> None:
         for name in await self.incarnations(run):
             await self.remove(name)
-        for name in [name for name, saved in self.saved.items() if saved[0] == run]:
+        for name in [name for name, saved in self.saved.items() if saved.run == run]:
             await self.remove_checkpoint(name)
 
     async def incarnations(self, run: str | None = None) -> list[str]:

@@ -28,10 +28,12 @@ class SlowHost(ModelHost):
         self.begun = asyncio.Event()
         self.may_end = asyncio.Event()
 
-    async def checkpoint(self, incarnation: Incarnation, checkpoint: str, action: int) -> CheckpointReport:
+    async def checkpoint(
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+    ) -> CheckpointReport:
         self.begun.set()
         await self.may_end.wait()
-        return await super().checkpoint(incarnation, checkpoint, action)
+        return await super().checkpoint(incarnation, checkpoint, action, since)
 
 
 async def one_action(store: MemoryStore, host: ModelHost) -> None:

@@ -48,6 +48,7 @@ EXAMPLES: list[AnyEvent] = [
     events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", SPEC),
     events.CheckpointStarted("c-1", "i-1", 1, 9),
     events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5),
+    events.CheckpointExtended("c-1", "c-2", "i-1", 2, 14, 0.001, 0.01),
     events.CheckpointDiscarded("c-1", "not idle"),
     events.SandboxRestored("c-1", 1, 9, "i-2", "c0ffee", "sha256:0", "host", 18, 12346, 0.3),
     events.SandboxRemoved("i-1", "finished"),

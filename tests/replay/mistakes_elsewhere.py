@@ -5,6 +5,7 @@ from __future__ import annotations
 from belayer import ids
 from belayer.journal.events import (
     CheckpointDiscarded,
+    CheckpointExtended,
     CheckpointPublished,
     CheckpointStarted,
     EpochStarted,
@@ -127,6 +128,38 @@ def published_as_another_boundary(story: Story) -> None:
     newest = story.sequence(T)
     written(story, CheckpointStarted("t-b3", "box-2", 3, newest), stream=BOX)
     written(story, CheckpointPublished("t-b3", "box-2", 2, newest, 1, 0.0, 0.0), stream=BOX)
+
+
+def extend(story: Story, checkpoint: str, begun: str, incarnation: str, number: int, sequence: int) -> None:
+    """Started, and then found not to be needed."""
+    story.take_over(BOX, "checkpointer")
+    written(story, CheckpointStarted(begun, "box-2", 3, story.sequence(T)), stream=BOX)
+    written(story, CheckpointExtended(checkpoint, begun, incarnation, number, sequence, 0.001, 0.01), stream=BOX)
+
+
+def extended_without_intent(story: Story) -> None:
+    newest = story.sequence(T)
+    written(story, CheckpointExtended("t-b2-again", "t-b3", "box-2", 3, newest, 0.001, 0.01), stream=BOX)
+
+
+def extended_to_another_boundary(story: Story) -> None:
+    extend(story, "t-b2-again", "t-b3", "box-2", 4, story.sequence(T))
+
+
+def extended_what_was_discarded(story: Story) -> None:
+    extend(story, "t-b2", "t-b3", "box-2", 3, story.sequence(T))
+
+
+def extended_another_containers(story: Story) -> None:
+    """Checkpoint t-b1 is where box-2 began; once t-b2-again is captured there, a third container is something else."""
+    held = [e for e in story.flat(BOX) if isinstance(e, CheckpointPublished)][-1]
+    number, newest = 3, story.sequence(T)
+    recovered(story, "box-2", held.checkpoint, held.boundary, held.boundary_sequence, "box-3")
+    generate(story, 3, "w-2")
+    newest = act(story, number, "box-3")
+    story.take_over(BOX, "checkpointer")
+    written(story, CheckpointStarted("t-b3", "box-3", number, newest), stream=BOX)
+    written(story, CheckpointExtended("t-b1", "t-b3", "box-3", number, newest, 0.001, 0.01), stream=BOX)
 
 
 def recovery_by(story: Story, checkpoint: str, number: int, sequence: int) -> None:

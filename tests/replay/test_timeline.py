@@ -14,6 +14,8 @@ from rich.console import Console
 from belayer.errors import InputError, UnknownStreamError
 from belayer.journal.columns import pack_token_ids
 from belayer.journal.events import (
+    CheckpointExtended,
+    CheckpointStarted,
     FailureDetected,
     HandoverCompleted,
     RecoveryStarted,
@@ -22,14 +24,27 @@ from belayer.journal.events import (
     WorkerRegistered,
 )
 from belayer.journal.export import ExportWriter
+from replay.audit import audit
 from replay.timeline.model import Note
 from replay.timeline.model import Story as Told
 from replay.timeline.page import page, write_page
 from replay.timeline.source import from_entries, from_file
 from replay.timeline.terminal import show
-from replay.timeline.words import headline, recovered
+from replay.timeline.words import figures, headline, recovered
 from tests.histories import Life, lives
-from tests.replay.journals import BOX, ENGINE, Story, T, committed, end, eventful, generate, started, underway
+from tests.replay.journals import (
+    BOX,
+    ENGINE,
+    Story,
+    T,
+    committed,
+    end,
+    eventful,
+    generate,
+    started,
+    underway,
+)
+from tests.replay.journals import recovered as recovered_sandbox
 
 
 def told(story: Story) -> Told:
@@ -91,6 +106,23 @@ def test_checkpoints_and_who_needed_them() -> None:
     ]
     by_number = [(action.number, action.checkpoint and action.checkpoint.name) for action in story.actions]
     assert by_number == [(1, "t-b1"), (2, None), (3, None), (2, "t-b2-again"), (3, None)]
+
+
+def test_a_boundary_at_which_nothing_had_changed() -> None:
+    """The checkpoint before holds it; restored there, the later boundary was needed and not the earlier one."""
+    story = underway()
+    newest = story.sequence(T)
+    story.take_over(BOX, "checkpointer")
+    story.write(BOX, CheckpointStarted("t-b3", "box-2", 3, newest))
+    story.write(BOX, CheckpointExtended("t-b2-again", "t-b3", "box-2", 3, newest, 0.001, 0.01))
+    recovered_sandbox(story, "box-2", "t-b2-again", 3, newest, "box-3")
+    assert audit(story.entries()).findings == []
+    known = told(story)
+    last = known.checkpoints[-1]
+    assert (last.name, last.held_by, last.was_published, last.restored) == ("t-b3", "t-b2-again", False, 1)
+    assert [one.restored for one in known.checkpoints] == [1, 0, 0, 1]
+    assert known.actions[-1].checkpoint is last
+    assert dict((name, remark) for name, _, remark in figures(known))["checkpoints"].endswith("1 more not needed")
 
 
 def test_an_engine_that_dies_unused_is_told_but_not_counted() -> None:

@@ -59,7 +59,7 @@ class Bench:
         return Live(self, await self.host.attach(made), 0)
 
     async def restore(self, checkpoint: str, number: int, spec: SandboxSpec = SPEC) -> Live:
-        made = await self.host.restore(self.run, self.trajectory, self.name(), spec, checkpoint)
+        made = await self.host.restore(self.run, self.trajectory, self.name(), spec, checkpoint, number)
         return Live(self, await self.host.attach(made), number)
 
 

@@ -87,7 +87,7 @@ async def test_a_restore_that_hangs_can_be_removed(bench: Bench, home: Path) -> 
     await live.sh(BALLAST)
     checkpoint = await live.checkpoint()
     name = bench.name()
-    restoring = asyncio.ensure_future(bench.host.restore(bench.run, bench.trajectory, name, SPEC, checkpoint))
+    restoring = asyncio.ensure_future(bench.host.restore(bench.run, bench.trajectory, name, SPEC, checkpoint, 1))
     folder = Home(home).restore_folder(name)
     await until((folder / lazy.SOCKET).exists, what="the daemon")
     guard = int((folder / "lazy-pid").read_text())
