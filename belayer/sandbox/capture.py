@@ -141,20 +141,13 @@ class Capture:
         try:
             if not is_unchanged(self._container.upper, known):
                 return 0.0
-            self._stop_if_cancelled()
-            began = time.monotonic()
-            freezer.freeze(self._incarnation.name)
-            try:
-                if self._marker() == ("busy", self._action):  # it is just answering somebody
-                    return 0.0
-                held = freezer.processes()
-                self._verify(held)
-                same = not self._noise_among(held) and is_unchanged(self._container.upper, known)
-                return time.monotonic() - began if same else 0.0
-            finally:
-                freezer.thaw()
+            held = self._freeze(freezer)
+            same = not self._noise_among(held) and is_unchanged(self._container.upper, known)
+            return time.monotonic() - self._frozen_at if same else 0.0
         except OSError as error:
             raise CheckpointFailedError(self._name, str(error)) from None
+        finally:
+            freezer.thaw()
 
     def _was_quiet(self) -> bool:
         """Whether the earlier checkpoint is there, whole, and nothing but files and a runner with the same traits."""

@@ -161,7 +161,8 @@ async def test_the_original_goes_on_and_numbers_stay_unique(bench: Bench) -> Non
     await live.sh("echo 1 >> runs")
     checkpoint = await live.checkpoint()
     assert await live.sh("echo 2 >> runs; cat runs") == "1\n2\n"
-    back = await bench.restore(checkpoint, 0)
+    back = await bench.restore(checkpoint, 1)
+    back.number = 0
     assert await back.sh("echo never >> runs") == "", "action 1 is answered from what the checkpoint recorded"
     assert await back.sh("cat runs") == "1\n"
     assert await live.sh("cat runs") == "1\n2\n", "the original is untouched by its copy"
