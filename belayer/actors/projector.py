@@ -51,7 +51,7 @@ class Projector(Generic[S]):
         """The state as of now."""
         warm = self._warm.get(name)
         if warm is None:
-            warm = self._warm[name] = _Warm(Reader(self._store, self._stream(name)), self._empty)
+            warm = self._warm[name] = _Warm(Reader(self._store, self._stream(name), from_mark=True), self._empty)
             if len(self._warm) > _KEPT:
                 self._warm.popitem(last=False)
         else:
@@ -60,6 +60,6 @@ class Projector(Generic[S]):
             try:
                 warm.state = self._fold(await warm.reader.catch_up(), warm.state)
             except DamagedJournalError:
-                warm.reader, warm.state = Reader(self._store, warm.reader.stream), self._empty
+                warm.reader, warm.state = Reader(self._store, warm.reader.stream, from_mark=True), self._empty
                 warm.state = self._fold(await warm.reader.catch_up(), warm.state)
         return warm.state

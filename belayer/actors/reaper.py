@@ -54,7 +54,7 @@ class Reaper:
                 pass
 
     async def _remove_ended(self, name: str) -> None:
-        prefix = trajectory.fold(await Reader(self._store, ids.trajectory(name)).catch_up())
+        prefix = trajectory.fold(await Reader(self._store, ids.trajectory(name), from_mark=True).catch_up())
         if prefix.phase in ("finished", "aborted"):
             await self._remove_sandbox(name, f"the trajectory is {prefix.phase}")
 

@@ -80,7 +80,7 @@ class SandboxRecovery:
         """A recovery died between SandboxRestored and the trajectory's resumption."""
         if state.phase != "live" or state.container is None or state.container.host != self._host_name:
             return False
-        prefix = trajectory.fold(await Reader(self._store, ids.trajectory(name)).catch_up())
+        prefix = trajectory.fold(await Reader(self._store, ids.trajectory(name), from_mark=True).catch_up())
         return prefix.phase == "recovering"
 
     async def _recover(self, writer: StreamWriter, name: str, state: SandboxState) -> None:

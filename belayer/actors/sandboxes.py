@@ -65,7 +65,7 @@ async def create_sandbox(
 
 async def look(store: JournalStore, trajectory: str) -> SandboxState:
     """The sandbox's state as of now."""
-    return fold(await Reader(store, ids.sandbox(trajectory)).catch_up())
+    return fold(await Reader(store, ids.sandbox(trajectory), from_mark=True).catch_up())
 
 
 def created(made: Incarnation, run: str, spec: SandboxSpec) -> SandboxCreated:

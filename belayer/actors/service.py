@@ -7,6 +7,7 @@ to the other processes, or to this one when it is started again.
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from belayer.actors.actor import Actor, run_actor
 from belayer.actors.checkpointer import Checkpointer
@@ -19,6 +20,9 @@ from belayer.actors.worker_recovery import WorkerRecovery
 from belayer.gpu.protocol import EngineHost
 from belayer.journal.store import JournalStore
 from belayer.sandbox.protocol import SandboxHost
+
+if TYPE_CHECKING:
+    from belayer.journal.archive import Archive
 
 PATIENCE_S = 20.0
 """How long an actor waits for a step of another's work: a capture, a restore, the start of an engine."""
@@ -33,8 +37,11 @@ async def run_actors(
     *,
     engine_patience_s: float = PATIENCE_S,
     relapse_s: float = 0.0,
+    archive: Archive | None = None,
 ) -> None:
-    """Run detector, checkpointer, recovery and reaper. `ready` is set once they have begun.
+    """Run detector, checkpointer, recovery and reaper, and the archiver if there is an archive.
+
+    `ready` is set once they have begun.
 
     `engine_patience_s`: the same as PATIENCE_S for the start of an engine. `relapse_s`: see WorkerRecovery.
     """
@@ -52,5 +59,10 @@ async def run_actors(
     async with asyncio.TaskGroup() as tasks:
         for actor in actors:
             tasks.create_task(run_actor(store, actor, host_name, consumer), name=actor.name)
+        if archive is not None:
+            from belayer.actors.archiver import GROUP, Archiver
+
+            archiver = Archiver(store, archive, by, patience_s=PATIENCE_S)
+            tasks.create_task(run_actor(store, archiver, GROUP, consumer), name=archiver.name)
         if ready is not None:
             ready.set()

@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from belayer.cli import engine_options as options
+from belayer.cli.options import ArchiveUrl
 
 if TYPE_CHECKING:
     from belayer.gpu.protocol import EngineHost
+    from belayer.journal.archive import Archive
     from belayer.journal.store import JournalStore
     from belayer.sandbox.protocol import SandboxHost
 
-HELP = """Run the actors of this host: detector, checkpointer, recovery and reaper.
+HELP = """Run the actors of this host: detector, checkpointer, recovery and reaper, and with --archive the archiver.
 
 Any number of these processes may run; each may be killed at any time and another finishes its work.
 
 Examples:
 
   belayer actors --url redis://journal:6379 --engine-log /var/log/engines --recordings ./recordings
+
+  belayer actors --url redis://journal:6379 --archive s3://bucket/belayer --engine-log logs --recordings ./recordings
 
   belayer actors --url unix:///run/belayer/redis.sock --namespace night-run --owner-pid 4711
 
@@ -41,6 +45,7 @@ def actors(
     durability: Annotated[
         str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")
     ] = "everysec",
+    archive: ArchiveUrl = None,
     owner_pid: Annotated[
         int | None, typer.Option(help="End when this process has ended. The engines end with it too.")
     ] = None,
@@ -76,7 +81,7 @@ def actors(
         handover,
         adoption,
     )
-    asyncio.run(_run(chosen, url, namespace, durability, owner_pid, run, relapse_s))
+    asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s))
 
 
 async def _run(
@@ -84,6 +89,7 @@ async def _run(
     url: str | None,
     namespace: str,
     durability: str,
+    archive: str | None,
     owner_pid: int | None,
     run: str | None,
     relapse_s: float,
@@ -91,12 +97,17 @@ async def _run(
     from belayer.journal.connect import open_store
     from belayer.sandbox.docker_host import open_host
 
+    opened = None
+    if archive:
+        from belayer.journal.archive import open_archive
+
+        opened = open_archive(archive, namespace)
     owner = os.getpid() if owner_pid is None else owner_pid
     engines = chosen.host(owner)
     async with open_host() as sandboxes:
         store = await open_store(url, durability=durability, namespace=namespace)
         try:
-            await _work(store, sandboxes, engines, owner, run, chosen.patience_s, relapse_s)
+            await _work(store, sandboxes, engines, owner, run, chosen.patience_s, relapse_s, opened)
         finally:
             await store.close()
 
@@ -109,6 +120,7 @@ async def _work(
     run: str | None,
     engine_patience_s: float,
     relapse_s: float,
+    archive: Archive | None,
 ) -> None:
     """Run the actors until SIGTERM or SIGINT, or until the owner has ended; then tidy up after him."""
     from belayer.actors.reaper import Reaper
@@ -124,6 +136,7 @@ async def _work(
         ready,
         engine_patience_s=engine_patience_s,
         relapse_s=relapse_s,
+        archive=archive,
     )
     working = asyncio.create_task(acting)
     orphaned = asyncio.create_task(wait_exit(owner, start_ticks(owner)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from belayer.cli.options import AsJson, ExportFile, Namespace, Url, open_journal
+from belayer.cli.options import ArchiveUrl, AsJson, ExportFile, Namespace, Url, open_journal
 
 if TYPE_CHECKING:
     from replay.audit import Report
@@ -29,7 +29,13 @@ Examples:
 """
 
 
-def audit(file: ExportFile = None, url: Url = None, namespace: Namespace = "default", as_json: AsJson = False) -> None:
+def audit(
+    file: ExportFile = None,
+    url: Url = None,
+    namespace: Namespace = "default",
+    archive: ArchiveUrl = None,
+    as_json: AsJson = False,
+) -> None:
     from replay.audit import audit as audit_entries
     from replay.report import as_json as report_json
     from replay.report import show
@@ -39,7 +45,7 @@ def audit(file: ExportFile = None, url: Url = None, namespace: Namespace = "defa
 
         source, report = str(file), audit_entries(read_export(file))
     else:
-        source, report = asyncio.run(_audit_live(url, namespace))
+        source, report = asyncio.run(_audit_live(url, namespace, archive))
     if as_json:
         sys.stdout.write(report_json(report, source) + "\n")
     else:
@@ -49,18 +55,20 @@ def audit(file: ExportFile = None, url: Url = None, namespace: Namespace = "defa
     raise typer.Exit(1 if report.findings else 0)
 
 
-async def _audit_live(url: str | None, namespace: str) -> tuple[str, Report]:
+async def _audit_live(url: str | None, namespace: str, archive: str | None) -> tuple[str, Report]:
     """Each stream as it is when its turn comes; the checks between streams allow for that."""
+    from belayer.journal.writer import check_archived
     from replay.audit import JournalAudit
     from replay.stream_audit import StreamAudit
 
     started = time.perf_counter()
     journal = JournalAudit()
-    async with open_journal(url, namespace) as store:
+    async with open_journal(url, namespace, archive) as store:
         for stream in await store.streams():
             one = StreamAudit(stream)
             sequence = 0
             while entries := await store.read(stream, sequence, _PAGE):
+                check_archived(stream, sequence, entries[0])
                 one.feed((stream, entry) for entry in entries)
                 sequence = entries[-1].last_sequence
             journal.add(one.close())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from belayer.cli.options import Namespace, Url, find_streams, open_journal
+from belayer.cli.options import ArchiveUrl, Namespace, Url, find_streams, open_journal
 from belayer.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ def export(
     streams: Annotated[list[str] | None, typer.Argument(help="kind/name, or a bare name.")] = None,
     url: Url = None,
     namespace: Namespace = "default",
+    archive: ArchiveUrl = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
 ) -> None:
     if out.exists() and not force:
         raise InputError(f"{out} exists; choose another name, or --force to replace it")
     try:
-        entries, count = asyncio.run(_export(out, streams or [], url, namespace))
+        entries, count = asyncio.run(_export(out, streams or [], url, namespace, archive))
     except OSError as error:
         if error.errno is None:
             raise
@@ -50,9 +51,11 @@ def export(
     sys.stdout.write(f"{out}: {count} streams, {entries} entries, {size}\n")
 
 
-async def _export(out: Path, wanted: Sequence[str], url: str | None, namespace: str) -> tuple[int, int]:
+async def _export(
+    out: Path, wanted: Sequence[str], url: str | None, namespace: str, archive: str | None
+) -> tuple[int, int]:
     """How many entries of how many streams were written."""
-    async with open_journal(url, namespace) as store:
+    async with open_journal(url, namespace, archive) as store:
         streams = await find_streams(store, wanted)
         return await _copy(store, streams, out), len(streams)
 

@@ -19,6 +19,14 @@ Url = Annotated[
     str | None, typer.Option(envvar="BELAYER_JOURNAL_URL", help="The journal: redis://, rediss:// or unix://.")
 ]
 Namespace = Annotated[str, typer.Option(envvar="BELAYER_NAMESPACE", help="Whose keys on the server.")]
+ArchiveUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--archive",
+        envvar="BELAYER_ARCHIVE_URL",
+        help="Where finished trajectories are: a folder, s3://bucket/folder, ...",
+    ),
+]
 ExportFile = Annotated[
     Path | None, typer.Option("--file", help="An exported file instead of a server.", dir_okay=False)
 ]
@@ -28,17 +36,30 @@ _TIMEOUT_S = 10.0
 
 
 @asynccontextmanager
-async def open_journal(url: str | None, namespace: str) -> AsyncIterator[JournalStore]:
-    """The journal that the options name. InputError when they name none; JournalUnavailableError after 10 s."""
+async def open_journal(url: str | None, namespace: str, archive: str | None = None) -> AsyncIterator[JournalStore]:
+    """The journal that the options name, with what is in the archive when one is named.
+
+    InputError when they name no journal; JournalUnavailableError after 10 s.
+    """
     from belayer.journal.connect import open_store
 
     if not url:
         raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")
     store = await open_store(url, namespace=namespace, timeout_s=_TIMEOUT_S)
     try:
-        yield store
+        yield with_archive(store, archive, namespace)
     finally:
         await store.close()
+
+
+def with_archive(store: JournalStore, archive: str | None, namespace: str) -> JournalStore:
+    """The store, read across the archive when one is named."""
+    if not archive:
+        return store
+    from belayer.journal.archive import open_archive
+    from belayer.journal.archived_store import ArchivedStore
+
+    return ArchivedStore(store, open_archive(archive, namespace))
 
 
 async def find_streams(store: JournalStore, wanted: Sequence[str]) -> list[StreamId]:

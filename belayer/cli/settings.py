@@ -31,6 +31,7 @@ class Setting:
 SETTINGS: Mapping[str, Setting] = {
     "journal_url": Setting("url", "BELAYER_JOURNAL_URL", "where the journal is: redis://, rediss:// or unix://"),
     "namespace": Setting("namespace", "BELAYER_NAMESPACE", "whose keys on the server"),
+    "archive_url": Setting("archive", "BELAYER_ARCHIVE_URL", "where finished trajectories are archived"),
     "durability": Setting("durability", "BELAYER_DURABILITY", "memory, everysec, fsync or replicated"),
     "engine": Setting("engine", "BELAYER_ENGINE", "recorded or sglang"),
     "sglang_python": Setting("sglang_python", "BELAYER_SGLANG_PYTHON", "the interpreter that has SGLang"),

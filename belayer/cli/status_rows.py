@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Recorded
-from belayer.journal.events import EpochStarted, TokensAppended
+from belayer.journal.events import EpochStarted, StreamArchived, TokensAppended
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader
 from belayer.projections import run, sandbox, trajectory, worker
@@ -77,6 +77,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     runs: list[RunRow]
     trajectories: list[TrajectoryRow]
     engines: list[EngineRow]
+    archived: int = 0
+    """Trajectories that have ended and are in the archive: not among the others."""
 
 
 class _Watched(Generic[S]):
@@ -85,12 +87,13 @@ class _Watched(Generic[S]):
     def __init__(
         self, store: JournalStore, stream: StreamId, fold: Callable[[Iterable[Recorded], S], S], state: S
     ) -> None:
-        self._reader = Reader(store, stream)
+        self._reader = Reader(store, stream, from_mark=True)
         self._fold = fold
         self.stream = stream
         self.state = state
         self.last_ns = 0
         self.writer = ""
+        self.archived = False
 
     async def catch_up(self) -> None:
         new = await self._reader.catch_up()
@@ -98,6 +101,7 @@ class _Watched(Generic[S]):
             self.last_ns = recorded.time_ns
             if isinstance(recorded.event, EpochStarted):
                 self.writer = recorded.event.writer
+            self.archived |= isinstance(recorded.event, StreamArchived)
         self.state = self._fold(map(_without_tokens, new), self.state)
 
     def age_s(self, now_ns: int) -> float:
@@ -128,8 +132,10 @@ class Board:
             trajectories=[
                 _trajectory_row(watched, self._sandboxes.get(name), now_ns)
                 for name, watched in self._trajectories.items()
+                if not watched.archived
             ],
             engines=[row for watched in self._workers.values() for row in _engine_rows(watched, now_ns)],
+            archived=sum(watched.archived for watched in self._trajectories.values()),
         )
 
     async def _catch_up(self) -> None:

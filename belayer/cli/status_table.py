@@ -30,6 +30,7 @@ def tables(snapshot: Snapshot) -> Group | Text:
         *([_runs(snapshot.runs)] if snapshot.runs else []),
         *([_trajectories(snapshot.trajectories)] if snapshot.trajectories else []),
         *([_engines(snapshot.engines)] if snapshot.engines else []),
+        *([Text(f"{snapshot.archived} more trajectories are archived.", "dim")] if snapshot.archived else []),
     ]
     return Group(*parts) if parts else Text("The journal is empty.", "dim")
 

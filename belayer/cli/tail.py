@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from belayer.cli.options import Namespace, Url, find_stream, open_journal
+from belayer.cli.options import ArchiveUrl, Namespace, Url, find_stream, open_journal
 
 if TYPE_CHECKING:
     from belayer.ids import StreamId
@@ -33,15 +33,18 @@ def tail(
     stream: Annotated[str, typer.Argument(help="kind/name, or the name of a trajectory.")],
     url: Url = None,
     namespace: Namespace = "default",
+    archive: ArchiveUrl = None,
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many events from the end.", min=0)] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new events until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, token columns included.")] = False,
 ) -> None:
-    asyncio.run(_tail(stream, url, namespace, lines, follow, as_json))
+    asyncio.run(_tail(stream, url, namespace, archive, lines, follow, as_json))
 
 
-async def _tail(text: str, url: str | None, namespace: str, lines: int, follow: bool, as_json: bool) -> None:
-    async with open_journal(url, namespace) as store:
+async def _tail(
+    text: str, url: str | None, namespace: str, archive: str | None, lines: int, follow: bool, as_json: bool
+) -> None:
+    async with open_journal(url, namespace, archive) as store:
         stream = await find_stream(store, text)
         last = await store.last(stream)
         shown = max(0, last.last_sequence - lines) if last is not None else 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from belayer.cli.options import ExportFile, Namespace, Url, open_journal
+from belayer.cli.options import ArchiveUrl, ExportFile, Namespace, Url, open_journal
 from belayer.errors import UnknownStreamError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def timeline(
     html: Annotated[Path | None, typer.Option(help="Write one HTML file instead.", dir_okay=False)] = None,
     url: Url = None,
     namespace: Namespace = "default",
+    archive: ArchiveUrl = None,
 ) -> None:
     name = trajectory.removeprefix("trajectory/")
     if file is not None:
@@ -40,7 +41,7 @@ def timeline(
 
         story = from_file(file, name)
     else:
-        story = asyncio.run(_from_journal(name, url, namespace))
+        story = asyncio.run(_from_journal(name, url, namespace, archive))
     if html is not None:
         from replay.timeline.page import write_page
 
@@ -54,12 +55,12 @@ def timeline(
         show(story, Console())
 
 
-async def _from_journal(name: str, url: str | None, namespace: str) -> Story:
+async def _from_journal(name: str, url: str | None, namespace: str, archive: str | None) -> Story:
     from belayer import ids
     from belayer.journal.export import read_entries
     from replay.timeline.source import from_entries, tells_of
 
-    async with open_journal(url, namespace) as store:
+    async with open_journal(url, namespace, archive) as store:
         if await store.last(ids.trajectory(name)) is None:
             raise UnknownStreamError(f"trajectory/{name}")
         streams = [stream for stream in await store.streams() if tells_of(stream, name)]

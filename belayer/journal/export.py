@@ -25,6 +25,7 @@ from belayer.errors import CodecError, InputError
 from belayer.ids import StreamId
 from belayer.journal.codec import Entry, count_of
 from belayer.journal.store import JournalStore
+from belayer.journal.writer import check_archived
 
 MAGIC = b"BELAYER1"
 _HEADER = struct.Struct("<II")
@@ -94,9 +95,10 @@ async def export_streams(store: JournalStore, streams: Iterable[StreamId], path:
 
 
 async def read_entries(store: JournalStore, stream: StreamId) -> AsyncIterator[Entry]:
-    """The stream's entries as stored, a page at a time."""
+    """The stream's entries as stored, a page at a time. ArchivedError when only an archive has its beginning."""
     sequence = 0
     while entries := await store.read(stream, sequence, _PAGE):
+        check_archived(stream, sequence, entries[0])
         for entry in entries:
             yield entry
         sequence = entries[-1].last_sequence

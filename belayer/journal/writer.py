@@ -72,6 +72,14 @@ def mark_of(events: Iterable[Recorded]) -> StreamArchived | None:
     return next((recorded.event for recorded in events if isinstance(recorded.event, StreamArchived)), None)
 
 
+def check_archived(stream: StreamId, after_sequence: int, first: Entry) -> None:
+    """ArchivedError when what should come between `after_sequence` and the entry is in an archive that was not read."""
+    if first.expected_sequence > after_sequence:
+        mark = mark_of(decode_entry(stream, first.epoch, first.last_sequence, first.body))
+        if mark is not None and mark.through_sequence > after_sequence:
+            raise ArchivedError(str(stream), mark.through_sequence, mark.segment)
+
+
 async def read_events(store: JournalStore, stream: StreamId) -> AsyncIterator[Recorded]:
     """All events of a stream that exist now, checked, in bounded memory."""
     reader = Reader(store, stream)
