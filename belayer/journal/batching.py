@@ -36,6 +36,8 @@ GROUPS = 2
 GROUP_BYTES = 1 << 17
 GROUP_WRITES = 512
 WAITING_BYTES = 64 << 20
+LOOK_AFTER_S = 1.0
+"""How often a lane looks whether what it holds is still there, when nothing is sent."""
 _LONGEST_PAUSE_S = 0.5
 _LEAST_ATTEMPT_S = 0.1
 
@@ -67,6 +69,7 @@ class Lane:
             raise self._unavailable(started, error.cause) from None
         self._loop = asyncio.get_running_loop()
         self._tasks = [self._loop.create_task(self._run(), name="belayer-lane") for _ in range(GROUPS)]
+        self._tasks.append(self._loop.create_task(self._look_after(), name="belayer-lane-held"))
         for task in self._tasks:
             task.add_done_callback(self._ended)
         self._closed = None
@@ -134,6 +137,15 @@ class Lane:
             if group := self._next_group():
                 await self._settle(group)
                 await self._release(group)
+
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AFTER_S)
+            await self._sender.look_after(REPLY_S)
+
+    def forget(self, stream: StreamId) -> None:
+        """The stream is removed: what is held of it is not stored again when the server loses it."""
+        self._sender.forget(self._keys.stream(stream))
 
     def _next_group(self) -> list[Append]:
         """Take what waits, in order, up to the limits; nothing of a stream that has a write under way."""

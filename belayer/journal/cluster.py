@@ -106,6 +106,9 @@ class _SlotRoute:
             raise LinkLostError(f"not a redirection: {reply}")
         return await _opened(address, name, timeout_s)
 
+    async def is_current(self, link: Link, timeout_s: float) -> bool:
+        return True
+
     def redirected(self, reply: str) -> None:
         self._moved_to = self._redirected_to(reply) or self._moved_to
 

@@ -52,6 +52,9 @@ class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
             other.body,
         )
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # a Struct's own compares identities
+
     def __hash__(self) -> int:
         return hash((self.epoch, self.last_sequence, self.body))
 

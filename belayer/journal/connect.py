@@ -16,6 +16,7 @@ from belayer.ids import checked_name
 from belayer.journal.batching import WAITING_BYTES
 from belayer.journal.durability import Durability
 from belayer.journal.embedded import EmbeddedServer, shipped_server
+from belayer.journal.held import HELD_BYTES
 from belayer.journal.keys import Keys, layout_key
 from belayer.journal.link import LinkLostError, pack
 from belayer.journal.redis_store import RedisStore
@@ -38,10 +39,12 @@ async def open_store(
     folder: Path | str | None = None,
     timeout_s: float = 30.0,
     waiting_bytes: int = WAITING_BYTES,
+    held_bytes: int = HELD_BYTES,
 ) -> RedisStore:
     """The journal at `url`, else at $BELAYER_JOURNAL_URL, else of an embedded server; `close` it at the end.
 
-    `shards` None: as many as the namespace has; a new one gets 1, in a cluster CLUSTER_SHARDS.
+    `shards` None: as many as the namespace has; a new one gets 1, in a cluster CLUSTER_SHARDS. Of what was
+    acknowledged in the last seconds up to `held_bytes` are held, to be stored again when a server has lost them.
     The embedded server keeps its data in `folder`; without one it uses a temporary folder and everything is gone when
     the store is closed. InputError, ServerRefusedError, ServerStartError or JournalUnavailableError, each one line.
     """
@@ -55,7 +58,8 @@ async def open_store(
     async def started(at: str, kind: type[S]) -> S:
         routes = parse_routes(at)
         keys = Keys(namespace, shards or await _shards(routes, namespace, min(timeout_s, REPLY_S)))
-        store = kind(routes, keys, mode, replicas=replicas, timeout_s=timeout_s, waiting_bytes=waiting_bytes)
+        limits = {"waiting_bytes": waiting_bytes, "held_bytes": held_bytes}
+        store = kind(routes, keys, mode, replicas=replicas, timeout_s=timeout_s, **limits)
         try:
             await store.start()
         except BaseException:

@@ -51,6 +51,14 @@ class Keys:
         """A key that is written when only a write's durability is wanted."""
         return f"{self._prefixes[shard]}mark".encode()
 
+    def losses(self, shard: int) -> bytes:
+        """The stream of what the server was found to have lost."""
+        return f"{self._prefixes[shard]}losses".encode()
+
+    def removed(self, stream: StreamId) -> bytes:
+        """A key that exists for a minute after the stream was removed."""
+        return f"{self._prefixes[self.shard_of(stream)]}removed:{stream}".encode()
+
     @property
     def layout(self) -> bytes:
         """The key that keeps the namespace's number of shards."""

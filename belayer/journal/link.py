@@ -89,8 +89,10 @@ class _Wire(asyncio.Protocol):
 class Link:
     """An open connection. Several tasks may use it; the server works off their commands in the order of sending."""
 
-    def __init__(self, wire: _Wire) -> None:
+    def __init__(self, wire: _Wire, address: str) -> None:
         self._wire = wire
+        self.address = address
+        """The server's address as shown."""
         self.client_id = 0
         """The server's name for this link."""
 
@@ -108,7 +110,7 @@ class Link:
             raise LinkLostError(f"no connection within {timeout_s:.1f} s") from None
         except OSError as error:
             raise LinkLostError(error.strerror or str(error)) from None
-        link = cls(wire)
+        link = cls(wire, address.shown)
         try:
             await link._log_in(address, name, timeout_s)
         except BaseException:

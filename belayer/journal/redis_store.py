@@ -21,7 +21,9 @@ from belayer.ids import StreamId, StreamKind
 from belayer.journal.batching import WAITING_BYTES, Lane
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
+from belayer.journal.held import HELD_BYTES, Loss
 from belayer.journal.keys import Keys, entry_id, stored_entry
+from belayer.journal.restoring import read_loss
 from belayer.journal.route import Routes
 from belayer.journal.sending import Sender
 from belayer.journal.server import Server
@@ -32,6 +34,8 @@ from belayer.journal.writes import TRIM
 
 _MOST_POSITIONS = 200_000
 _SCAN = 1000
+_REMOVED_S = "60"
+"""How long a removed stream's mark stays; longer than any writer holds what it had acknowledged."""
 
 
 class RedisStore:
@@ -46,13 +50,15 @@ class RedisStore:
         replicas: int = 1,
         timeout_s: float = 30.0,
         waiting_bytes: int = WAITING_BYTES,
+        held_bytes: int = HELD_BYTES,
     ) -> None:
         self._routes = routes
         self._keys = keys
         self._durability = durability
         ways = [routes.of(keys.mark(shard)) for shard in range(keys.shards)]
+        options: dict[str, Any] = {"is_cluster": routes.is_cluster, "held_bytes": held_bytes // keys.shards}
         self._lanes = [
-            Lane(Sender(way, keys, shard, durability, replicas, routes.is_cluster), keys, timeout_s, waiting_bytes)
+            Lane(Sender(way, keys, shard, durability, replicas, **options), keys, timeout_s, waiting_bytes)
             for shard, way in enumerate(ways)
         ]
         if routes.is_cluster:
@@ -138,8 +144,24 @@ class RedisStore:
 
     async def remove(self, stream: StreamId) -> None:
         names = self._keys.names(self._keys.shard_of(stream))
-        commands = (("MULTI",), ("UNLINK", self._keys.stream(stream)), ("SREM", names, str(stream)), ("EXEC",))
-        await self._server_of(stream).ask_all(list(commands))
+        self._lanes[self._keys.shard_of(stream)].forget(stream)
+        await self._server_of(stream).ask_all(
+            [
+                ("MULTI",),
+                ("UNLINK", self._keys.stream(stream)),
+                ("SREM", names, str(stream)),
+                ("SET", self._keys.removed(stream), "1", "EX", _REMOVED_S),
+                ("EXEC",),
+            ]
+        )
+
+    async def losses(self) -> list[Loss]:
+        """Acknowledged events that servers were found to have lost, oldest first; what was restored is there again."""
+        found: list[Loss] = []
+        for shard in range(self._keys.shards):
+            entries = await self._servers[shard].ask("XRANGE", self._keys.losses(shard), "-", "+")
+            found += [read_loss(fields) for _, fields in entries]
+        return sorted(found, key=lambda loss: loss.time_ns)
 
     def subscribe(
         self, group: str, consumer: str, stale_after_s: float = 5.0

@@ -29,6 +29,10 @@ class Route(Protocol):
         """A new link to the server that an ASK reply names; each command there needs an ASKING before it."""
         ...
 
+    async def is_current(self, link: Link, timeout_s: float) -> bool:
+        """Whether the link still leads to where a new one would, as far as others than its own server can tell."""
+        ...
+
     def redirected(self, reply: str) -> None:
         """A server said that it is not the one (MOVED, READONLY); the next link leads elsewhere."""
         ...
@@ -70,6 +74,9 @@ class FixedRoute:
 
     async def open_asked(self, reply: str, name: str, timeout_s: float) -> Link:
         return await self.open(name, timeout_s)
+
+    async def is_current(self, link: Link, timeout_s: float) -> bool:
+        return True
 
     def redirected(self, reply: str) -> None:
         pass

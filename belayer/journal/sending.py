@@ -2,7 +2,8 @@
 
 Invariant: an XADD is sent only for a stream whose last event is known *over this very link* to be the one before the
 entry. A new link (after a crash or failover of the server, or for the first append) therefore reads every stream's last
-entry before its next append: events that the server lost are found there, never papered over by a gap.
+entry before its next append: events that the server lost are found there, never papered over by a gap. Those that are
+still held are stored again before anything else (`belayer.journal.restoring`).
 
 Every attempt settles the writes whose outcome it learned and leaves the others as they are, to be tried again. A write
 that was stored by an attempt whose replies were lost is recognised by its bytes.
@@ -14,6 +15,7 @@ imports the slot, by the same rules; a write that needs keys on both sides is tr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Sequence
 
 import hiredis
@@ -22,16 +24,19 @@ from belayer.errors import JournalError, ServerRefusedError
 from belayer.journal.codec import Entry
 from belayer.journal.confirming import Confirmation
 from belayer.journal.durability import Durability
+from belayer.journal.held import Held
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.link import Link, LinkLostError, Reply, pack
 from belayer.journal.outcome import check_chain
 from belayer.journal.replies import ASK, ELSEWHERE, Again, Refused, judged_error
+from belayer.journal.restoring import Restorer
 from belayer.journal.route import Route
 from belayer.journal.server import ASKING
 from belayer.journal.server_checks import check_server
 from belayer.journal.writes import EMPTY, Append, Tail
 
 _MOST_TAILS = 200_000
+_PING = pack((b"PING",))
 
 
 class Known:
@@ -66,7 +71,15 @@ class Sender:
     """The link of one shard and what is known over it."""
 
     def __init__(
-        self, route: Route, keys: Keys, shard: int, durability: Durability, replicas: int, is_cluster: bool = False
+        self,
+        route: Route,
+        keys: Keys,
+        shard: int,
+        durability: Durability,
+        replicas: int,
+        *,
+        is_cluster: bool = False,
+        held_bytes: int = 0,
     ) -> None:
         self.address = route.shown
         self._route = route
@@ -76,6 +89,8 @@ class Sender:
         self._replicas = replicas
         self._is_cluster = is_cluster
         self._confirmation = Confirmation(durability, replicas, keys.mark(shard), route.shown)
+        self._held = Held(held_bytes)
+        self._restorer = Restorer(self._held, keys, shard, self._confirmation, route.shown)
         self._home: Known | None = None
         self._importer: Known | None = None
         self._linking = asyncio.Lock()
@@ -103,9 +118,36 @@ class Sender:
         async with self._linking:
             if self._home is None or self._home.link.is_lost:
                 self.close()
-                self._home = Known(await self._checked(self._route.open(self._name, timeout_s), timeout_s))
+                home = Known(await self._checked(self._route.open(self._name, timeout_s), timeout_s))
+                try:
+                    home.tails = await self._restorer.restore(home.link, timeout_s)
+                except BaseException as error:
+                    home.link.close()
+                    if isinstance(error, Again) and error.cause.startswith(ELSEWHERE):
+                        self._route.redirected(error.cause)
+                    raise
+                self._home = home
                 self._was_linked = True
             return self._home
+
+    async def look_after(self, timeout_s: float) -> None:
+        """To be called every second: what is held is stored again soon after a failover, also when nothing is sent.
+
+        Nothing happens when nothing is held. What fails now is tried again the next time, or by the next attempt.
+        """
+        if not self._held:
+            return
+        with contextlib.suppress(LinkLostError, Again, JournalError):
+            home = await self.linked(timeout_s)
+            if await self._route.is_current(home.link, timeout_s):
+                await home.link.exchange([_PING], 1, timeout_s)
+                self._held.prune()
+            else:
+                home.link.close()
+
+    def forget(self, key: bytes) -> None:
+        """The stream is removed: nothing of it is to be stored again."""
+        self._held.forget({key})
 
     async def _linked_importer(self, asked: str, timeout_s: float) -> Known:
         """The link to the node that an ASK reply names; it lasts as long as the link to the slot's owner."""
@@ -177,6 +219,7 @@ class Sender:
                 write.done.set_result(None)
         for write in found:
             write.settle(None)
+        self._held.add([*stored, *found] if found else stored)
         return left
 
     def _judge(

@@ -76,6 +76,9 @@ class SentinelRoute:
     async def open_asked(self, reply: str, name: str, timeout_s: float) -> Link:
         return await self.open(name, timeout_s)
 
+    async def is_current(self, link: Link, timeout_s: float) -> bool:
+        return link.address == (await self.primary(timeout_s)).shown
+
     def redirected(self, reply: str) -> None:
         pass
 

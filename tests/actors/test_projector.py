@@ -29,7 +29,7 @@ def projector(store: JournalStore) -> Projector[State]:
 
 async def test_a_warm_state_that_is_ahead_of_a_server_which_lost_events_is_read_again(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "r") as server:
-        store = await opened(server.url)
+        store = await opened(server.url, held_bytes=0)
         await written(store)
         warm = projector(store)
         assert len(await warm.look("t")) == 4

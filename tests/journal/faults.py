@@ -73,11 +73,16 @@ async def stored(store: JournalStore, stream: StreamId = T) -> list[Recorded]:
 
 
 async def lose_the_last_entry(server: EmbeddedServer) -> None:
-    """What a crash of the machine does in mode everysec: the newest entry was never written to disk."""
+    """What a crash of the machine does in mode everysec: the newest command was never written to disk."""
     await server.stop()
     (aof,) = (server.folder / "appendonlydir").glob("*.incr.aof")
     data = aof.read_bytes()
-    aof.write_bytes(data[: data.rindex(b"*6\r\n$4\r\nXADD")])
+    start = data.rindex(b"XADD")
+    start = data.rindex(b"*", 0, start)
+    multi = data.rfind(b"*1\r\n$5\r\nMULTI", 0, start)
+    if data.find(b"EXEC", multi) > start > multi >= 0:
+        start = multi
+    aof.write_bytes(data[:start])
     await server.start()
 
 

@@ -1,0 +1,78 @@
+"""What was acknowledged lately, held so that it can be stored again when the server turns out to have lost it.
+
+A failover to a replica that lagged, or a crash in mode everysec, loses the newest events although they were
+acknowledged. As long as the process that wrote them lives and they are still held, nothing is lost: see
+`belayer.journal.restoring`. Bounded in bytes and in time; the oldest are let go first, but nothing while there is no
+server to acknowledge anything newer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from belayer.ids import StreamId
+from belayer.journal.writes import Append
+
+HELD_BYTES = 32 << 20
+"""For all shards of a store together: five seconds of 2,500 chunks/s of 256 tokens."""
+HELD_S = 10.0
+
+
+class Loss(NamedTuple):
+    """Acknowledged events that the server was found to have lost."""
+
+    stream: StreamId
+    epoch: int
+    first_sequence: int
+    last_sequence: int
+    restored: bool
+    """Whether they are stored again, byte for byte; if not, something else has taken their place."""
+    time_ns: int
+
+
+class Held:
+    """The newest acknowledged writes of one shard."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._size_bytes = 0
+        self._groups: deque[tuple[float, int, Sequence[Append]]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def add(self, writes: Sequence[Append]) -> None:
+        """Hold writes that were acknowledged just now, and let go of what is too old or too much."""
+        if not writes or not self._most_bytes:
+            return
+        size_bytes = sum([write.size_bytes for write in writes])
+        self._groups.append((time.monotonic(), size_bytes, writes))
+        self._size_bytes += size_bytes
+        self.prune()
+
+    def prune(self) -> None:
+        """Let go of what is too old or too much. Only while the server is known to be there."""
+        oldest = time.monotonic() - HELD_S
+        while self._groups and (self._size_bytes > self._most_bytes or self._groups[0][0] < oldest):
+            _, size_bytes, _ = self._groups.popleft()
+            self._size_bytes -= size_bytes
+
+    def forget(self, keys: set[bytes]) -> None:
+        """These streams are no longer ours to store again: they were removed, or somebody else went on with them."""
+        self._groups = deque(
+            (at, sum(write.size_bytes for write in kept), kept)
+            for at, _, writes in self._groups
+            if (kept := [write for write in writes if write.key not in keys])
+        )
+        self._size_bytes = sum(size_bytes for _, size_bytes, _ in self._groups)
+
+    def by_stream(self) -> list[list[Append]]:
+        """The held writes of each stream, oldest first."""
+        streams: dict[bytes, list[Append]] = {}
+        for _, _, writes in self._groups:
+            for write in writes:
+                streams.setdefault(write.key, []).append(write)
+        return list(streams.values())

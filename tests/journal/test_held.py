@@ -1,0 +1,146 @@
+"""What was acknowledged and lost by the server is stored again by whoever still holds it, found and reported."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from belayer import ids
+from belayer.errors import DamagedJournalError, FencedError, WrongSequenceError
+from belayer.journal.embedded import EmbeddedServer
+from belayer.journal.events import TrajectoryFinished
+from belayer.journal.store import JournalStore
+from belayer.journal.writer import take_over
+from tests.journal.faults import Proxy, T, generation, lose_the_last_entry, opened, stored, written
+from tests.waiting import until
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    """A server that a test may break."""
+    async with EmbeddedServer(tmp_path / "r") as server:
+        yield server
+
+
+async def lose_everything(server: EmbeddedServer) -> None:
+    """A failover to a replica that had nothing yet."""
+    await server.stop()
+    for file in (server.folder / "appendonlydir").iterdir():
+        file.unlink()
+    await server.start()
+
+
+async def test_a_lost_event_is_stored_again_before_the_next_one(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    writer = await written(store)
+    before = await stored(store)
+    await lose_the_last_entry(server)
+    assert await writer.append(generation(9)) == 5
+    assert (await stored(store))[:4] == before
+    (loss,) = await store.losses()
+    assert (loss.stream, loss.epoch, loss.first_sequence, loss.last_sequence, loss.restored) == (T, 1, 4, 4, True)
+    await store.close()
+
+
+async def test_an_idle_writer_stores_again_what_was_lost(server: EmbeddedServer) -> None:
+    """A trajectory that was finished has no next append."""
+    store, reader = await opened(server.url), await opened(server.url)
+    writer = await written(store)
+    await writer.append(TrajectoryFinished("done"))
+    before = await stored(reader)
+    await lose_the_last_entry(server)
+    await until(lambda: is_stored(reader, len(before)), what="the lost event")
+    assert await stored(reader) == before
+    await store.close()
+    await reader.close()
+
+
+async def is_stored(store: JournalStore, count: int) -> bool:
+    return len(await stored(store)) == count
+
+
+async def test_whole_streams_with_their_takeovers_and_notices_are_stored_again(server: EmbeddedServer) -> None:
+    store = await opened(server.url)
+    streams = [ids.trajectory(f"t{number}") for number in range(300)]
+    for stream in streams:
+        await written(store, stream, 2)
+    second, _ = await take_over(store, streams[0], "b")
+    await second.append(TrajectoryFinished("done"))
+    before = [await stored(store, stream) for stream in streams]
+    await lose_everything(server)
+    await second.append(generation(1))
+    assert [await stored(store, stream) for stream in streams[1:]] == before[1:]
+    assert (await stored(store, streams[0]))[:-1] == before[0]
+    assert await store.streams() == sorted(streams)
+    assert len(await store.losses()) == 300
+    async with store.subscribe("g", "c") as notices:
+        notice = await notices.next(5.0)
+        assert notice is not None and notice.tag == "trajectory-finished"
+    await store.close()
+
+
+async def test_what_another_writer_went_on_without_is_reported_and_not_stored(
+    tmp_path: Path, server: EmbeddedServer
+) -> None:
+    async with Proxy(tmp_path, server.url).running() as proxy:
+        store, other = await opened(proxy.url), await opened(server.url)
+        writer = await written(store)
+        proxy.hold(b"INFO")
+        await lose_the_last_entry(server)
+        successor, history = await take_over(other, T, "b")
+        await successor.append(generation(7))
+        assert len(history) == 4
+        proxy.release()
+        with pytest.raises(FencedError):
+            await writer.append(generation(9))
+        (loss,) = await other.losses()
+        assert (loss.stream, loss.epoch, loss.first_sequence, loss.last_sequence, loss.restored) == (T, 1, 4, 4, False)
+        assert [recorded.epoch for recorded in await stored(other)] == [1, 1, 1, 2, 2]
+        await store.close()
+        await other.close()
+
+
+async def test_a_lost_takeover_is_not_stored_again_over_the_writer_that_it_had_fenced(
+    tmp_path: Path, server: EmbeddedServer
+) -> None:
+    async with Proxy(tmp_path, server.url).running() as proxy:
+        store, other = await opened(proxy.url), await opened(server.url)
+        old = await written(other)
+        new, _ = await take_over(store, T, "b")
+        proxy.hold(b"INFO")
+        await lose_the_last_entry(server)
+        assert await old.append(generation(7)) == 5
+        proxy.release()
+        with pytest.raises(DamagedJournalError, match="lost acknowledged events"):
+            await new.append(generation(9))
+        (loss,) = await other.losses()
+        assert (loss.epoch, loss.first_sequence, loss.restored) == (2, 5, False)
+        assert [recorded.epoch for recorded in await stored(other)] == [1] * 5
+        await store.close()
+        await other.close()
+
+
+async def test_a_removed_stream_does_not_come_back(server: EmbeddedServer) -> None:
+    store, other = await opened(server.url), await opened(server.url)
+    await written(store)
+    await written(store, ids.trajectory("u"))
+    await other.remove(T)
+    await server.kill()
+    await server.start()
+    await written(store, ids.trajectory("v"))
+    assert await other.streams() == [ids.trajectory("u"), ids.trajectory("v")]
+    assert await store.losses() == []
+    await store.close()
+    await other.close()
+
+
+async def test_a_writer_that_holds_nothing_finds_what_was_lost(server: EmbeddedServer) -> None:
+    store = await opened(server.url, held_bytes=0)
+    writer = await written(store)
+    await lose_the_last_entry(server)
+    with pytest.raises(WrongSequenceError):
+        await writer.append(generation(9))
+    assert await store.losses() == []
+    await store.close()
