@@ -99,8 +99,9 @@ async def _owner(store: JournalStore, state: WorkerState) -> int:
 
     for recorded in await Reader(store, ids.run(state.run)).catch_up():
         event = recorded.event
-        here = isinstance(event, RunStarted) and event.host == host_name()
-        if here and is_alive(event.owner_pid, event.owner_start_ticks):
+        if not isinstance(event, RunStarted) or event.host != host_name():
+            continue
+        if is_alive(event.owner_pid, event.owner_start_ticks):
             return event.owner_pid
     raise InputError(f"run {state.run} has no living owner on this host; name one with --owner-pid")
 
