@@ -19,11 +19,20 @@ from belayer.projections.trajectory import Boundary, TrajectoryState
 T = TypeVar("T")
 
 
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's when that is installed (`pip install 'belayer[speed]'`), else asyncio's; appends cost less in it."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
 class BlockingJournal:
     """A connection to the journal; `with BlockingJournal(url) as journal: journal.trajectory(name)`."""
 
     def __init__(self, url: str | None = None, *, namespace: str = "default", durability: str = "everysec") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="belayer-journal", daemon=True)
         self._thread.start()
         try:

@@ -92,9 +92,10 @@ class Trajectory:
             raise InputError(f"a chunk needs at least 1 token and some time; got {chunk_tokens} and {chunk_s} s")
         deadline = time.monotonic() + timeout_s
         while True:
-            await wait_resumed(store, name, deadline - time.monotonic())
-            stream_writer, history = await take_over(store, trajectory_stream(name), writer)
-            state = fold(history)
+            reader = Reader(store, trajectory_stream(name))
+            state = await _until_resumed(reader, deadline, timeout_s)
+            stream_writer, history = await take_over(store, reader.stream, writer, reader=reader)
+            state = fold(history, state)
             if state.phase != "recovering":
                 return cls(stream_writer, state, chunk_tokens, chunk_s)
 
@@ -295,14 +296,16 @@ class Trajectory:
 
 async def wait_resumed(store: JournalStore, name: str, timeout_s: float) -> TrajectoryState:
     """The trajectory's state as soon as nobody is recovering it; TimeoutError if that takes too long."""
-    deadline = time.monotonic() + timeout_s
-    reader = Reader(store, trajectory_stream(name))
+    return await _until_resumed(Reader(store, trajectory_stream(name)), time.monotonic() + timeout_s, timeout_s)
+
+
+async def _until_resumed(reader: Reader, deadline: float, timeout_s: float) -> TrajectoryState:
     state = fold(await reader.catch_up())
     while state.phase == "recovering":
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(
-                f"trajectory/{name} is still under recovery after {timeout_s:.0f} s; is `belayer actors` up?"
+                f"{reader.stream} is still under recovery after {timeout_s:.0f} s; is `belayer actors` up?"
             )
         await reader.wait(left_s)
         state = fold(await reader.catch_up(), state)

@@ -26,6 +26,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from belayer.blocking import new_event_loop
 from belayer.journal.connect import open_store
 from belayer.journal.durability import Durability
 from belayer.journal.embedded import EmbeddedServer, shipped_server
@@ -44,8 +45,11 @@ from benchmarks.journal_loads import (
     raw_xadd,
     raw_xadd_asyncio,
     redis_benchmark,
+    rollouts,
     take_over_all,
 )
+from benchmarks.journal_parts import parts
+from benchmarks.journal_reading import LENGTHS, resume
 
 RESULTS = Path(__file__).with_name("results") / "journal.json"
 TRAJECTORIES = (1, 64, 4096)
@@ -197,6 +201,28 @@ async def offer(per_s: int, tokens: int, seconds: float, rounds: int, tally: Tal
     }
 
 
+async def through_the_client(total: int, rounds: int, tally: Tally) -> tuple[Any, list[Any]]:
+    """What `belayer.client.Trajectory` costs a chunk of 256, fed 16 tokens at a time, and a resume by length."""
+    async with fresh_server(Durability.EVERYSEC) as server:
+        store = await open_store(server.url)
+        names = [str(number) for number in range(64)]
+        runs = [await rollouts(store, names, 256, total, f"r{number}") for number in range(rounds)]
+        tally.checked += sum(run.chunks for run in runs)
+        best = min(runs, key=lambda run: run.cpu_s)
+        rollout = {
+            "chunks_per_s": round(best.rate),
+            "client_cpu_us_per_chunk": round(best.cpu_s / best.chunks * 1e6, 1),
+            "client_cpu_us_per_token": round(best.cpu_s / best.chunks / 256 * 1e6, 3),
+        }
+        print(f"rollout client, 64 trajectories, 16 tokens a call: {rollout}")
+        resumes: list[Any] = []
+        for length in LENGTHS:
+            resumes.append(await resume(store, length))
+            print(f"resume: {resumes[-1]}", flush=True)
+        await store.close()
+    return rollout, resumes
+
+
 def total_of(trajectories: int, quick: bool, durability: Durability) -> int:
     """Chunks in one measurement: enough to be steady, little enough to fit in memory."""
     alone = 1_000 if durability is Durability.FSYNC else 4_000
@@ -221,6 +247,10 @@ async def measure(modes: list[Durability], quick: bool, rounds: int) -> dict[str
             f"p50 {load['p50_ms']:.2f} ms, p99 {load['p99_ms']:.2f} ms, worst {load['worst_ms']:.1f} ms; "
             f"PING p99 at the same time {load['ping_p99_ms']:.2f} ms"
         )
+    rollout, resumes = await through_the_client(1_024 if quick else 8_192, rounds, tally)
+    new_loop = type(asyncio.get_running_loop())
+    where = {str(tokens): await asyncio.to_thread(parts, tokens, new_loop) for tokens in CHUNK_TOKENS}
+    print(f"parts of an append, us: {where}")
     plain: dict[str, float] = {}
     if (executable := shutil.which("redis-benchmark")) is not None:
         async with fresh_server(Durability.EVERYSEC) as server:
@@ -234,6 +264,9 @@ async def measure(modes: list[Durability], quick: bool, rounds: int) -> dict[str
         "rows": rows,
         "offered": loads,
         "redis_benchmark_xadd_per_s": plain,
+        "rollout_client": rollout,
+        "resume": resumes,
+        "parts_us": where,
         "summary": summary(rows, loads, tally),
     }
 
@@ -265,6 +298,8 @@ def summary(rows: list[Any], loads: list[Any], tally: Tally) -> dict[str, Any]:
         "chunks_per_s_32_tokens": min(
             row["ours"]["chunks_per_s"] for row in small if row["mode"] == headline[0]["mode"]
         ),
+        "client_cpu_us_per_chunk": max(row["ours"]["client_cpu_us_per_chunk"] for row in headline),
+        "raw_cpu_us_per_chunk": max(row["raw"]["client_cpu_us_per_chunk"] for row in headline),
         "redis_mb_per_million_tokens": headline[0]["redis_bytes_per_token"],
         "lost": tally.lost,
         "doubled": tally.doubled,
@@ -285,6 +320,7 @@ def machine() -> dict[str, Any]:
         ),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "event_loop": type(asyncio.get_running_loop()).__module__,
         "load_before": [round(load, 2) for load in os.getloadavg()],
     }
 
@@ -295,10 +331,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the load, two rounds, mode everysec only")
     parser.add_argument("--mode", choices=[str(mode) for mode in Durability], help="only this durability mode")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop", help="uvloop if it is installed")
     options = parser.parse_args()
     modes = [Durability(options.mode)] if options.mode else [Durability.EVERYSEC] if options.quick else list(Durability)
     with contextlib.redirect_stdout(io.StringIO()) if options.json else contextlib.nullcontext():
-        results = asyncio.run(measure(modes, options.quick, 2 if options.quick else options.rounds))
+        loop_factory = asyncio.new_event_loop if options.loop == "asyncio" else new_event_loop
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            results = runner.run(measure(modes, options.quick, 2 if options.quick else options.rounds))
     if not options.quick and not options.mode:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

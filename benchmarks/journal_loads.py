@@ -16,6 +16,7 @@ import redis
 import redis.asyncio
 
 from belayer import ids
+from belayer.client import Trajectory
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.events import TokensAppended
@@ -64,10 +65,11 @@ class Chunks:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._columns = [(os.urandom(4 * tokens), os.urandom(4 * tokens)) for _ in range(64)]
+        self._loss_mask = b"\x01" * tokens
 
-    def event(self, number: int) -> TokensAppended:
+    def event(self, number: int, generation: int = 1) -> TokensAppended:
         token_ids, logprobs = self._columns[number % 64]
-        return TokensAppended(1, number * self.tokens, self.tokens, token_ids, logprobs, b"\x01" * self.tokens, 0)
+        return TokensAppended(generation, number * self.tokens, self.tokens, token_ids, logprobs, self._loss_mask, 0)
 
 
 async def take_over_all(store: RedisStore, names: Sequence[str]) -> list[StreamWriter]:
@@ -101,7 +103,7 @@ async def offered(writers: Sequence[StreamWriter], chunks: Chunks, per_s: float,
     loop = asyncio.get_running_loop()
     rng = random.Random(seed)
     latencies: list[float] = []
-    tasks: list[asyncio.Task[None]] = []
+    turn = 0
     locks = [asyncio.Lock() for _ in writers]
 
     async def append(turn: int, due: float) -> None:
@@ -112,13 +114,41 @@ async def offered(writers: Sequence[StreamWriter], chunks: Chunks, per_s: float,
 
     begun, cpu = loop.time(), time.process_time()
     due = begun
-    while (due := due + rng.expovariate(per_s)) < begun + seconds:
-        wait_s = due - loop.time()
-        if wait_s > 0 or len(tasks) % 16 == 0:
-            await asyncio.sleep(max(0.0, wait_s))
-        tasks.append(asyncio.create_task(append(len(tasks), due)))
-    await asyncio.gather(*tasks)
-    return Measured(len(tasks), loop.time() - begun, time.process_time() - cpu, latencies)
+    async with asyncio.TaskGroup() as tasks:  # keeps only those that run: a list of all would slow the collector down
+        while (due := due + rng.expovariate(per_s)) < begun + seconds:
+            wait_s = due - loop.time()
+            if wait_s > 0 or turn % 16 == 0:
+                await asyncio.sleep(max(0.0, wait_s))
+            tasks.create_task(append(turn, due))
+            turn += 1
+    return Measured(turn, loop.time() - begun, time.process_time() - cpu, latencies)
+
+
+async def rollouts(store: RedisStore, names: Sequence[str], tokens: int, total: int, prefix: str) -> Measured:
+    """The rollout client itself: tokens and logprobs as lists, 16 at a time as an engine streams them, `total` chunks.
+
+    A latency here is that of one call of `append_tokens`, most of which only gather.
+    """
+    token_ids, logprobs = list(range(16)), [-0.25] * 16
+    latencies: list[float] = []
+    opened = [await Trajectory.open(store, f"{prefix}-{name}", chunk_tokens=tokens, chunk_s=60.0) for name in names]
+    for trajectory in opened:
+        await trajectory.start("run", "task", [1])
+        await trajectory.begin_generation()
+
+    async def work(trajectory: Trajectory, count: int) -> None:
+        for _ in range(count * tokens // 16):
+            begun = time.perf_counter()
+            await trajectory.append_tokens(token_ids, logprobs)
+            latencies.append(time.perf_counter() - begun)
+
+    share = total // len(names)
+    begun, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(work(trajectory, share) for trajectory in opened))
+    measured = Measured(share * len(names), time.perf_counter() - begun, time.process_time() - cpu, latencies)
+    for trajectory in opened:
+        await trajectory.close()
+    return measured
 
 
 async def lost_and_doubled(store: RedisStore, writers: Sequence[StreamWriter], acknowledged: int) -> tuple[int, int]:

@@ -140,15 +140,17 @@ async def take_over(
     writer: str,
     *,
     only_at: int | None = None,
+    reader: Reader | None = None,
     new_id: Callable[[], bytes] = new_event_id,
 ) -> tuple[StreamWriter, list[Recorded]]:
     """Start the next epoch of a stream, fencing off every earlier writer; the new writer and all events to fold.
 
     The events end with our own EpochStarted, so nothing can have come in between that the caller does not see.
     With `only_at` the stream is taken only while that is its last sequence, so that nobody who came first is fenced
-    off; otherwise WrongSequenceError and nothing has happened.
+    off; otherwise WrongSequenceError and nothing has happened. With a `reader` of the stream only the events that it
+    has not read yet come back.
     """
-    reader = Reader(store, stream)
+    reader = reader or Reader(store, stream)
     history = await reader.catch_up()
     while True:
         if only_at is not None and reader.sequence != only_at:

@@ -1,0 +1,51 @@
+"""The blocking client: the same journal, from code without asyncio, in whichever event loop there is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from belayer.blocking import BlockingJournal, new_event_loop
+from belayer.errors import JournalUnavailableError, ProtocolError
+from belayer.projections.trajectory import Boundary
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_trajectory_is_written_and_gone_on_with(
+    loop: str, redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loop == "asyncio":
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    with BlockingJournal(redis_url, namespace=namespace) as journal:
+        with journal.trajectory("t") as trajectory:
+            trajectory.start("run", "task", [1, 2])
+            assert trajectory.begin_generation("w", "w-1") == 0
+            trajectory.append_tokens([10, 11, 12], [-0.5, -1.0, -1.5])
+        with journal.trajectory("t", writer="another") as trajectory:
+            assert trajectory.begin_generation("w", "w-2") == 3
+            trajectory.finish_generation("stop")
+            assert trajectory.start_action("ls", 60.0, "box") == 1
+            assert trajectory.commit_action(0, [20], b"digest", 0.2) == Boundary(1, trajectory.state.sequence)
+            trajectory.finish("done", reward=0.5)
+            assert trajectory.state.context() == [1, 2, 10, 11, 12, 20]
+
+
+def test_errors_come_back_to_the_caller(redis_url: str, namespace: str) -> None:
+    with BlockingJournal(redis_url, namespace=namespace) as journal:
+        trajectory = journal.trajectory("t")
+        with pytest.raises(ProtocolError, match="no generation"):
+            trajectory.append_tokens([1], [-0.5])
+    with pytest.raises(JournalUnavailableError, match="is the server up"):
+        BlockingJournal("unix:///nowhere/at/all.sock")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_uvloop_is_used_when_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = new_event_loop()
+    assert (type(loop).__module__ == "uvloop") is installed
+    assert isinstance(loop, asyncio.AbstractEventLoop)
+    loop.close()
