@@ -67,7 +67,8 @@ class RecordedEngine:
             body = await request.json()
             prefix = [int(token) for token in body["input_ids"]]
             sampling = body.get("sampling_params") or {}
-            max_new_tokens = int(sampling.get("max_new_tokens", 4096))
+            limit = sampling.get("max_new_tokens", 4096)
+            max_new_tokens = sys.maxsize if limit is None else int(limit)
             request_id = str(body.get("rid", ""))
             if not body.get("stream"):
                 raise ValueError("only stream=true is offered")

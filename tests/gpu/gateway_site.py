@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -85,7 +86,8 @@ class Site:
             served = await stack.enter_async_context(
                 serving(self.store, workers.split(), self.report, made, tokenizer, "127.0.0.1", 0)
             )
-            session = await stack.enter_async_context(aiohttp.ClientSession(read_bufsize=1 << 12))
+            connector = aiohttp.TCPConnector(socket_factory=_small_socket)
+            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             yield Client(served.address, session, served)
 
 
@@ -105,6 +107,13 @@ async def site(
         for stream in await journal.streams(ids.StreamKind.WORKER):
             for engine in (await look(journal, stream.name)).engines.values():
                 await host.kill(process_of(engine))
+
+
+def _small_socket(where: tuple[Any, ...]) -> socket.socket:
+    """With little room for what is not read, so that a slow reader is one soon."""
+    made = socket.socket(*where[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    return made
 
 
 @dataclass
@@ -159,9 +168,9 @@ class Stream:
         self.events: list[dict[str, Any]] = []
         self.done = False
 
-    async def read(self, tokens: int = 1 << 30) -> Stream:
-        """Read until so many tokens are here, or the stream ends."""
-        while len(self.tokens) < tokens and not self.done:
+    async def read(self, tokens: int = 1 << 30, events: int = 1 << 30) -> Stream:
+        """Read until so many tokens or events are here, or the stream ends."""
+        while len(self.tokens) < tokens and len(self.events) < events and not self.done:
             line = await self._response.content.readline()
             if not line or line == b"data: [DONE]\n":
                 self.done = True

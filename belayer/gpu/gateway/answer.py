@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from belayer.client import CHUNK_TOKENS
 from belayer.gpu.gateway.errors import RefusedError
 from belayer.gpu.gateway.request import Asked
 from belayer.gpu.gateway.text import Text
@@ -107,11 +108,12 @@ class Answer:
         return self.finish
 
     async def parts(self, caller: Caller) -> AsyncIterator[Part]:
-        """What comes after the caller's offset, until the finish; raises the failure after the last token."""
+        """What comes after the caller's offset, a chunk at most at a time; raises a failure after the last token."""
         while True:
             while caller.offset == len(self.token_ids) and not self.is_over:
                 await self._changed.wait()
-            part = Part(caller.offset, len(self.token_ids), self.finish)
+            stop = min(len(self.token_ids), caller.offset + CHUNK_TOKENS)
+            part = Part(caller.offset, stop, self.finish if stop == len(self.token_ids) else None)
             if part.finish is None and part.start == part.stop:
                 assert self.failure is not None
                 raise self.failure

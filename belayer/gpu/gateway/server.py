@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,6 +34,7 @@ from belayer.journal.store import JournalStore
 OFFSET_HEADER = "X-Belayer-Offset"
 _BODY_BYTES = 1 << 26
 _BACKLOG = 4096
+_SEND_BYTES = 1 << 17
 _EVENT_STREAM: Mapping[str, str] = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _encode = msgspec.json.Encoder().encode
 
@@ -147,6 +149,17 @@ async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
         return web.json_response(refused.body(), status=error.status)
 
 
+def _listening(host: str, port: int) -> socket.socket:
+    """The socket, with a bound on what the kernel holds for one slow caller (it would go up to several MB)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise InputError(f"port {port} of {host} cannot be used ({error.strerror}); give another, or 0") from None
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+    return listening
+
+
 @asynccontextmanager
 async def serving(
     store: JournalStore,
@@ -167,11 +180,7 @@ async def serving(
         runner = web.AppRunner(app, handle_signals=False, handler_cancellation=True, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, host, port, backlog=_BACKLOG)
-        try:
-            await site.start()
-        except OSError as error:
-            raise InputError(f"port {port} of {host} cannot be used ({error.strerror}); give another, or 0") from None
+        await web.SockSite(runner, _listening(host, port), backlog=_BACKLOG).start()
         try:
             yield Serving(f"http://{host}:{runner.addresses[0][1]}", desk, following)
         finally:

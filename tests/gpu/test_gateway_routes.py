@@ -1,0 +1,112 @@
+"""Where the gateway sends requests: to the same engine while it serves, and never to one that must not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from belayer import ids
+from belayer.actors.reports import report_engine_failure
+from belayer.actors.worker_recovery import look
+from belayer.journal.events import GenerationResumed, GenerationStarted, WeightsPublished, WorkerReady
+from belayer.journal.writer import take_over
+from tests.gpu.gateway_site import PROMPT, TURN, Site, site
+
+WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}}
+
+
+@pytest.fixture
+async def two(tmp_path: Path) -> AsyncIterator[Site]:
+    """Two workers without shadows; 300 tokens take at least 0.3 s."""
+    async with site(tmp_path, tokens_per_s=1000) as made:
+        await asyncio.gather(made.worker("w1"), made.worker("w2"))
+        yield made
+
+
+async def served_by(made: Site, trajectory: str) -> list[str]:
+    """The workers that the trajectory's generations were begun or resumed on."""
+    events = await made.events(trajectory)
+    return [event.worker for event in events if isinstance(event, GenerationStarted | GenerationResumed)]
+
+
+async def serve_version(made: Site, worker: str, version: int) -> None:
+    """The worker's main has been given new weights."""
+    writer, _ = await take_over(made.store, ids.worker(worker), "trainer")
+    await writer.append(WorkerReady((await look(made.store, worker)).main, version))
+
+
+async def test_a_trajectory_keeps_its_engine_and_many_share_all(two: Site) -> None:
+    async with two.gateway("w1 w2") as client:
+        names = [f"t{number}" for number in range(12)]
+        short = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+        await asyncio.gather(*(client.ask(**short, rid=f"{name}-1", trajectory=name) for name in names))
+        await asyncio.gather(*(client.ask(**short, rid=f"{name}-2", trajectory=name) for name in names))
+    places = [await served_by(two, name) for name in names]
+    assert all(len(place) == 2 and len(set(place)) == 1 for place in places)
+    assert {place[0] for place in places} == {"w1", "w2"}
+
+
+async def test_without_a_shadow_the_stream_goes_on_on_another_worker(two: Site) -> None:
+    async with two.gateway("w1 w2") as client, client.stream(**WHOLE, rid="a") as stream:
+        await stream.read(20)
+        [first] = await served_by(two, "a")
+        os.kill(await two.main_pid(first), signal.SIGKILL)
+        await stream.read()
+    assert stream.tokens == TURN and await served_by(two, "a") == ["w1", "w2"][:: 1 if first == "w1" else -1]
+
+
+async def test_only_engines_of_the_current_weight_version_are_given_requests(two: Site) -> None:
+    async with two.gateway("w1 w2") as client:
+        run, _ = await take_over(two.store, ids.run("run"), "trainer")
+        await run.append(WeightsPublished(7))
+        waiting = asyncio.create_task(client.ask(**WHOLE, rid="a"))
+        assert client.served is not None
+        async with asyncio.timeout(5):
+            while client.served.workers.weight_version != 7:
+                await two.store.wait(ids.run("run"), 2, 0.01)
+        assert (await client.get("/health")).status == 503 and not waiting.done()
+        await serve_version(two, "w2", 7)
+        assert (await waiting).status == 200
+        await asyncio.gather(*(client.ask(**WHOLE, rid=f"b{number}") for number in range(4)))
+        health = await client.get("/health")
+        assert health.body["engines"]["w1"] is None and health.body["weight_version"] == 7
+    assert {place for name in ("a", "b0", "b1", "b2", "b3") for place in await served_by(two, name)} == {"w2"}
+
+
+async def test_a_running_request_stays_when_new_weights_come_and_says_which_it_had(two: Site) -> None:
+    async with two.gateway("w1 w2") as client, client.stream(**WHOLE, rid="a") as stream:
+        await stream.read(20)
+        await serve_version(two, "w1", 3)
+        await serve_version(two, "w2", 3)
+        await stream.read()
+    assert stream.tokens == TURN and len(await served_by(two, "a")) == 1
+    assert stream.info["weight_version"] == "0"
+
+
+async def test_no_engine_in_time_is_503_and_the_same_request_goes_on_later(two: Site) -> None:
+    async with two.gateway("w1", engine_wait_s=0.05) as client:
+        engine = (await look(two.store, "w1")).main
+        await report_engine_failure(two.store, "w1", engine, "gpu", "it fell off the bus", "test")
+        refused = await client.ask(**WHOLE, rid="a")
+        assert refused.status == 503 and "Retry-After" in refused.headers
+        assert "no engine of w1" in refused.error and "may be made again" in refused.error
+        await two.recovery.recover("w1")
+        assert (await client.ask(**WHOLE, rid="a")).body["output_ids"] == TURN
+
+
+async def test_an_engine_that_only_breaks_a_stream_is_not_reported(two: Site) -> None:
+    """The process is there and listens: a report would have it killed with all its other streams."""
+    async with two.gateway("w1 w2", silence_s=0.1, engine_wait_s=5) as client:
+        stopped = await two.main_pid("w1")
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            answers = await asyncio.gather(*(client.ask(**WHOLE, rid=f"a{number}") for number in range(6)))
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert [answer.body["output_ids"] for answer in answers] == [TURN] * 6
+    assert two.reports == [] and any(answer.body["meta_info"]["resumes"] for answer in answers)
