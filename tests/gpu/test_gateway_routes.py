@@ -95,7 +95,8 @@ async def test_no_engine_in_time_is_503_and_the_same_request_goes_on_later(two: 
         refused = await client.ask(**WHOLE, rid="a")
         assert refused.status == 503 and "Retry-After" in refused.headers
         assert "no engine of w1" in refused.error and "may be made again" in refused.error
-        await two.recovery.recover("w1")
+    await two.recovery.recover("w1")
+    async with two.gateway("w1") as client:
         assert (await client.ask(**WHOLE, rid="a")).body["output_ids"] == TURN
 
 
