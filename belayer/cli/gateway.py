@@ -58,8 +58,11 @@ def gateway(
     model: Annotated[str, _option("What /v1/models calls the model.", "MODEL")] = _DEFAULT.model,
     run: Annotated[str, _option("The run of new trajectories; without it the workers'.", "RUN")] = _DEFAULT.run,
     max_streams: Annotated[
-        int, _option("Open requests; one more is answered 503.", "MAX_STREAMS", 1)
-    ] = _DEFAULT.max_streams,
+        int | None,
+        _option(
+            "Open requests; one more is answered 503. Without it 10,000, or what open files allow.", "MAX_STREAMS", 1
+        ),
+    ] = None,
     on_disconnect: Annotated[
         Literal["abort", "continue"], _option("What becomes of a request whose caller stays away.", "ON_DISCONNECT")
     ] = _DEFAULT.on_disconnect,
@@ -123,22 +126,22 @@ def _loaded(folder: Path | None) -> Tokenizer | None:
     return loaded
 
 
-def _possible(max_streams: int) -> int:
-    """The same, once this process may open so many sockets. InputError when it may not."""
+def _possible(wanted: int | None) -> int:
+    """How many streams there may be, once this process may open so many sockets. InputError: not as many as wanted."""
     import resource
 
-    needed = _FILES_A_STREAM * max_streams + _FILES_BESIDES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < needed:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(hard, needed)))
-        except (ValueError, OSError):
-            most = max(1, (hard - _FILES_BESIDES) // _FILES_A_STREAM)
-            raise InputError(
-                f"--max-streams {max_streams} needs {needed} open files and this process may have {hard}: raise the "
-                f"limit (ulimit -n), or give --max-streams {most}"
-            ) from None
-    return max_streams
+    most = (hard - _FILES_BESIDES) // _FILES_A_STREAM if hard != resource.RLIM_INFINITY else sys.maxsize
+    if wanted is not None and wanted > most:
+        raise InputError(
+            f"--max-streams {wanted} needs {_FILES_A_STREAM * wanted + _FILES_BESIDES} open files and this process "
+            f"may have {hard}: raise the limit (ulimit -n), or give --max-streams {most}"
+        )
+    streams = min(_DEFAULT.max_streams, most) if wanted is None else wanted
+    needed = _FILES_A_STREAM * streams + _FILES_BESIDES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return streams
 
 
 async def _run(

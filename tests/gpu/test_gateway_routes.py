@@ -91,7 +91,7 @@ async def test_a_running_request_stays_when_new_weights_come_and_says_which_it_h
 async def test_no_engine_in_time_is_503_and_the_same_request_goes_on_later(two: Site) -> None:
     async with two.gateway("w1", engine_wait_s=0.05) as client:
         engine = (await look(two.store, "w1")).main
-        await report_engine_failure(two.store, "w1", engine, "gpu", "it fell off the bus", "test")
+        await report_engine_failure(two.store, "w1", engine, "hung", "no step for 3 s", "test")
         refused = await client.ask(**WHOLE, rid="a")
         assert refused.status == 503 and "Retry-After" in refused.headers
         assert "no engine of w1" in refused.error and "may be made again" in refused.error
