@@ -140,7 +140,8 @@ class RedisStore:
         return sorted(stream for stream in found if kind in (None, stream.kind))
 
     async def trim(self, stream: StreamId, first: Entry) -> None:
-        await self._server_of(stream).ask("EVAL", TRIM, "1", self._keys.stream(stream), entry_id(first), first.body)
+        key = self._keys.stream(stream)
+        await self._server_of(stream).ask("EVAL", TRIM, "2", key, key + b":trim", entry_id(first), first.body)
 
     async def remove(self, stream: StreamId) -> None:
         names = self._keys.names(self._keys.shard_of(stream))

@@ -44,12 +44,17 @@ Returns 1 when stored (now or by an earlier try), 0 when the stream is gone, els
 TRIM = b"""
 local first = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if not first or first[2][2] ~= ARGV[2] then return 0 end
-redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
-redis.call('RESTORE', KEYS[1], '0', redis.call('DUMP', KEYS[1]), 'REPLACE')
+if redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1][1] == ARGV[1] then return 1 end
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+')) do
+  redis.call('XADD', KEYS[2], entry[1], 'e', entry[2][2])
+end
+redis.call('RESTORE', KEYS[1], '0', redis.call('DUMP', KEYS[2]), 'REPLACE')
+redis.call('UNLINK', KEYS[2])
 return 1
 """
-"""KEYS: stream. ARGV: id and body of the first entry that stays. Trimming keeps the stream's last id, and so the fence.
-Redis gives a stream's newest node 4 KB at once; written anew the one entry that is left takes 0.5 KB with its key."""
+"""KEYS: stream, a key for the time of the script. ARGV: id and body of the first entry that stays. The stream is never
+away: it is replaced by one that ends with the same id, and so fences as before. XTRIM would do that too, but leaves the
+nodes half empty: 2.5 KB for the entry that stays, which so takes 0.5 KB with its key."""
 
 _MULTI = pack((b"MULTI",))
 _EXEC = pack((b"EXEC",))
