@@ -9,10 +9,13 @@ journal does not call published is never restored.
 
 from __future__ import annotations
 
+import time
+
 import structlog
 
 from belayer import ids
 from belayer.actors.patience import settled
+from belayer.actors.policy import UNKNOWN, Outlook, Policy, decide, history_of
 from belayer.actors.projector import Projector
 from belayer.actors.sandboxes import checkpoint_name, incarnation_of
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, FencedError, SandboxFailedError
@@ -25,8 +28,8 @@ from belayer.journal.events import (
 )
 from belayer.journal.store import JournalStore, Notice
 from belayer.journal.writer import StreamWriter, take_over
-from belayer.projections import sandbox, trajectory
-from belayer.projections.plan import disposable
+from belayer.projections import sandbox, tempo, trajectory
+from belayer.projections.plan import disposable, newest_checkpoint
 from belayer.projections.sandbox import SandboxState
 from belayer.projections.trajectory import TrajectoryState
 from belayer.sandbox.protocol import SandboxHost
@@ -38,14 +41,20 @@ KEPT_CHECKPOINTS = 2
 
 
 class Checkpointer:
-    """Every boundary for now."""
+    """Captures every boundary, or those that the adaptive policy (`policy.py`) chooses."""
 
     name = "checkpointer"
     tags = frozenset({str(ActionCommitted.__struct_config__.tag)})
     concurrency = 4
 
     def __init__(
-        self, store: JournalStore, host: SandboxHost, host_name: str, by: str, patience_s: float = 0.0
+        self,
+        store: JournalStore,
+        host: SandboxHost,
+        host_name: str,
+        by: str,
+        patience_s: float = 0.0,
+        policy: Policy = "every-boundary",
     ) -> None:
         """`patience_s`: how long a capture that another checkpointer has begun may take before it is taken for dead."""
         self._store = store
@@ -53,6 +62,9 @@ class Checkpointer:
         self._host = host
         self._host_name = host_name
         self._by = by
+        self._policy = policy
+        self._tempos = Projector(store, ids.trajectory, tempo.fold, tempo.EMPTY)
+        self._histories = Projector(store, ids.sandbox, history_of, UNKNOWN)
         self._trajectories = Projector(store, ids.trajectory, trajectory.fold, trajectory.EMPTY)
         self._sandboxes = Projector(store, ids.sandbox, sandbox.fold, sandbox.EMPTY)
 
@@ -68,7 +80,7 @@ class Checkpointer:
             self._patience_s,
         )
         prefix = await self._trajectories.look(name)
-        if state.open_checkpoint is None and not self._wanted(prefix, state):
+        if state.open_checkpoint is None and not await self._wanted(name, prefix, state):
             return
         if state.container is None or state.container.host != self._host_name:
             return
@@ -77,11 +89,12 @@ class Checkpointer:
         if state.open_checkpoint is not None:
             await self._discard(writer, state.open_checkpoint.checkpoint, "its checkpointer died")
         prefix = await self._trajectories.look(name)
-        if self._wanted(prefix, state):
+        if await self._wanted(name, prefix, state):
             await self._capture(writer, name, prefix, state)
 
-    def _wanted(self, prefix: TrajectoryState, state: SandboxState) -> bool:
-        """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it."""
+    async def _wanted(self, name: str, prefix: TrajectoryState, state: SandboxState) -> bool:
+        """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it; and
+        whether it is worth one."""
         described = {state.restored_from.sequence} if state.container is not None else set[int]()
         described |= {boundary.sequence for _, boundary in state.held}
         return (
@@ -89,7 +102,19 @@ class Checkpointer:
             and prefix.action is None
             and state.phase == "live"
             and prefix.boundary.sequence not in described
+            and (self._policy == "every-boundary" or await self._is_worth_it(name, prefix, state))
         )
+
+    async def _is_worth_it(self, name: str, prefix: TrajectoryState, state: SandboxState) -> bool:
+        pace = await self._tempos.look(name)
+        _, saved = newest_checkpoint(prefix, state)
+        outlook = Outlook(
+            pace.work_since_s(prefix.boundary.sequence, saved.sequence),
+            prefix.boundary.number - saved.number,
+            pace.recent_generations_s,
+            time.time(),
+        )
+        return decide(outlook, await self._histories.look(name))
 
     async def _capture(self, writer: StreamWriter, name: str, prefix: TrajectoryState, state: SandboxState) -> None:
         assert state.container is not None

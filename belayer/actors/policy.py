@@ -19,9 +19,19 @@ Pure: what was measured comes in, a decision comes out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal
+
 import msgspec
 
+from belayer.journal.codec import Recorded
+from belayer.journal.events import CheckpointDiscarded, CheckpointPublished, CheckpointStarted
+
+Policy = Literal["every-boundary", "adaptive"]
+
 COOL_DOWN_S = 20.0
+TIMED_OUT_S = 30.0
+"""A capture that was discarded this long after it was begun has run into a time-out, its own or another's patience."""
 FAILURE_PROBABILITY = 0.01
 """Of an action, unless measured otherwise: the paper's rate."""
 FIRST_GUESS_S = 0.5
@@ -37,26 +47,50 @@ class CheckpointHistory(msgspec.Struct, frozen=True):
     measured: int = 0
     timed_out_at_s: float | None = None
     """On the clock that `decide` is given."""
+    begun_at_s: float | None = None
+    """When the capture that is under way was begun; None when none is."""
 
     def took(self, total_s: float) -> CheckpointHistory:
         """One more was measured: moving averages of duration and deviation (as TCP's round-trip timer, RFC 6298)."""
         if not self.measured:
-            return CheckpointHistory(total_s, total_s / 2, 1)
+            return CheckpointHistory(total_s, total_s / 2, 1, self.timed_out_at_s)
         error_s = total_s - self.duration_s
         return CheckpointHistory(
             self.duration_s + SMOOTHING * error_s,
             self.deviation_s + SMOOTHING * (abs(error_s) - self.deviation_s),
             self.measured + 1,
+            self.timed_out_at_s,
         )
 
     def timed_out(self, now_s: float) -> CheckpointHistory:
         """One was given up for taking too long."""
-        return msgspec.structs.replace(self, timed_out_at_s=now_s)
+        return msgspec.structs.replace(self, timed_out_at_s=now_s, begun_at_s=None)
 
     @property
     def predicted_s(self) -> float:
         """A careful prediction: the average and one deviation more."""
         return self.duration_s + self.deviation_s
+
+
+UNKNOWN = CheckpointHistory()
+
+
+def history_of(events: Iterable[Recorded], history: CheckpointHistory = UNKNOWN) -> CheckpointHistory:
+    """The history that a sandbox's stream tells, by the clocks of those who wrote it. What needed no capture does not
+    count: the next one may need it."""
+    for recorded in events:
+        now_s = recorded.time_ns / 1e9
+        match recorded.event:
+            case CheckpointStarted():
+                history = msgspec.structs.replace(history, begun_at_s=now_s)
+            case CheckpointPublished():
+                history = history.took(recorded.event.total_s)
+            case CheckpointDiscarded() if history.begun_at_s is not None:
+                late = now_s - history.begun_at_s >= TIMED_OUT_S
+                history = history.timed_out(now_s) if late else msgspec.structs.replace(history, begun_at_s=None)
+            case _:
+                pass
+    return history
 
 
 class Outlook(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from belayer.actors.actor import Actor, run_actor
 from belayer.actors.checkpointer import Checkpointer
 from belayer.actors.detector import Detector
 from belayer.actors.names import new_name
+from belayer.actors.policy import Policy
 from belayer.actors.reaper import Reaper
 from belayer.actors.recovery import Recovery
 from belayer.actors.sandbox_recovery import SandboxRecovery
@@ -38,18 +39,20 @@ async def run_actors(
     engine_patience_s: float = PATIENCE_S,
     relapse_s: float = 0.0,
     archive: Archive | None = None,
+    policy: Policy = "every-boundary",
 ) -> None:
     """Run detector, checkpointer, recovery and reaper, and the archiver if there is an archive.
 
     `ready` is set once they have begun.
 
     `engine_patience_s`: the same as PATIENCE_S for the start of an engine. `relapse_s`: see WorkerRecovery.
+    `policy`: which boundaries are captured.
     """
     by = new_name(host_name)
     consumer = by.removeprefix("actors/")
     actors: list[Actor] = [
         Detector(store, engines, host_name, by),
-        Checkpointer(store, sandboxes, host_name, by, PATIENCE_S),
+        Checkpointer(store, sandboxes, host_name, by, PATIENCE_S, policy),
         Recovery(
             SandboxRecovery(store, sandboxes, host_name, by, PATIENCE_S),
             WorkerRecovery(store, engines, host_name, by, patience_s=engine_patience_s, relapse_s=relapse_s),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import os
 import signal
 import sys
@@ -36,6 +37,13 @@ Examples:
 """
 
 
+class Boundaries(enum.StrEnum):
+    """Which boundaries are captured; see docs/decisions/0006-when-to-checkpoint.md."""
+
+    EVERY = "every-boundary"
+    ADAPTIVE = "adaptive"
+
+
 def actors(
     engine_log: options.EngineLog,
     url: Annotated[
@@ -56,6 +64,10 @@ def actors(
         float,
         typer.Option(help="A second death of a main within this time excludes its worker; 0 never does.", min=0.0),
     ] = 60.0,
+    policy: Annotated[
+        Boundaries,
+        typer.Option(envvar="BELAYER_POLICY", help="Which boundaries are captured: every one, or those worth it."),
+    ] = Boundaries.EVERY,
     engine: options.EngineOption = options.Kind.RECORDED,
     recordings: options.Recordings = None,
     tokens_per_s: options.TokensPerS = 400.0,
@@ -81,7 +93,7 @@ def actors(
         handover,
         adoption,
     )
-    asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s))
+    asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s, policy))
 
 
 async def _run(
@@ -93,6 +105,7 @@ async def _run(
     owner_pid: int | None,
     run: str | None,
     relapse_s: float,
+    policy: Boundaries,
 ) -> None:
     from belayer.journal.connect import open_store
     from belayer.sandbox.docker_host import open_host
@@ -107,7 +120,7 @@ async def _run(
     async with open_host() as sandboxes:
         store = await open_store(url, durability=durability, namespace=namespace)
         try:
-            await _work(store, sandboxes, engines, owner, run, chosen.patience_s, relapse_s, opened)
+            await _work(store, sandboxes, engines, owner, run, chosen.patience_s, relapse_s, opened, policy)
         finally:
             await store.close()
 
@@ -121,6 +134,7 @@ async def _work(
     engine_patience_s: float,
     relapse_s: float,
     archive: Archive | None,
+    policy: Boundaries,
 ) -> None:
     """Run the actors until SIGTERM or SIGINT, or until the owner has ended; then tidy up after him."""
     from belayer.actors.reaper import Reaper
@@ -137,6 +151,7 @@ async def _work(
         engine_patience_s=engine_patience_s,
         relapse_s=relapse_s,
         archive=archive,
+        policy="adaptive" if policy is Boundaries.ADAPTIVE else "every-boundary",
     )
     working = asyncio.create_task(acting)
     orphaned = asyncio.create_task(wait_exit(owner, start_ticks(owner)))

@@ -1,6 +1,7 @@
 """Several checkpointers at one sandbox: a capture under way is waited for, one that nobody can publish is not."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -92,3 +93,32 @@ async def test_a_stream_that_has_moved_on_is_not_taken() -> None:
     assert (await look(store, NAME)).epoch == before.epoch
     await take_over(store, ids.sandbox(NAME), "in time", only_at=before.sequence)
     assert (await look(store, NAME)).epoch == before.epoch + 1
+
+
+async def test_after_a_time_out_the_adaptive_policy_waits() -> None:
+    store, host = MemoryStore(), ModelHost()
+    await one_action(store, host)
+    box = await look(store, NAME)
+    writer, _ = await take_over(store, ids.sandbox(NAME), "too slow")
+    long_ago_ns = time.time_ns() - 100 * 10**9
+    await writer.append(CheckpointStarted("t-b1-e2", box.incarnation, 1, 9), time_ns=long_ago_ns)
+    await writer.append(CheckpointDiscarded("t-b1-e2", "given up"))
+    adaptive = Checkpointer(store, host, "host", "adaptive", policy="adaptive")
+    await adaptive.handle(NOTICE)
+    assert not host.saved
+    await Checkpointer(store, host, "host", "every").handle(NOTICE)
+    assert len(host.saved) == 1
+
+
+async def test_the_adaptive_policy_captures_when_the_next_generation_is_likely_to_last_longer() -> None:
+    store, host = MemoryStore(), ModelHost()
+    await one_action(store, host)
+    adaptive = Checkpointer(store, host, "host", "adaptive", policy="adaptive")
+    await adaptive.handle(NOTICE)
+    assert not host.saved, "the first guess at a capture's duration is longer than what could be lost"
+    state = await look(store, NAME)
+    writer, _ = await take_over(store, ids.sandbox(NAME), "somebody")
+    at = state.incarnation, 0, 0
+    await writer.append(CheckpointStarted("t-b0", *at), CheckpointPublished("t-b0", *at, 10, 0.0, 0.0))
+    await adaptive.handle(NOTICE)
+    assert len(host.saved) == 1

@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from belayer.actors.policy import COOL_DOWN_S, CheckpointHistory, Outlook, decide, delay_s
+from belayer import ids
+from belayer.actors.policy import COOL_DOWN_S, CheckpointHistory, Outlook, decide, delay_s, history_of
+from belayer.journal.codec import Recorded
+from belayer.journal.events import (
+    AnyEvent,
+    CheckpointDiscarded,
+    CheckpointExtended,
+    CheckpointPublished,
+    CheckpointStarted,
+)
 from benchmarks.policy import Timing, adaptive, cost, optimum, policies
 
 seconds = st.floats(0.01, 100.0)
@@ -58,3 +67,24 @@ def test_nothing_beats_the_offline_optimum(turns: list[tuple[float, float]], rat
     for policy in policies(rate, checkpoint_s).values():
         assert cost(timing, policy(timing), rate, checkpoint_s).total_s >= best - 1e-6
     assert len(adaptive(timing, rate, checkpoint_s)) == len(turns)
+
+
+def told(*events: tuple[float, AnyEvent]) -> CheckpointHistory:
+    """The history of a sandbox whose events came at these times."""
+    stream = ids.sandbox("t")
+    return history_of(
+        Recorded(stream, 1, sequence, b"", int(at_s * 1e9), b"", b"", event)
+        for sequence, (at_s, event) in enumerate(events, 1)
+    )
+
+
+def test_a_sandboxs_stream_tells_what_its_captures_took() -> None:
+    started = CheckpointStarted("c", "box", 1, 9)
+    published = CheckpointPublished("c", "box", 1, 9, 10, 0.01, 2.0)
+    extended = CheckpointExtended("c", "d", "box", 2, 19, 0.001, 0.002)
+    history = told((1.0, started), (3.0, published), (4.0, started), (4.1, extended))
+    assert (history.measured, history.duration_s, history.timed_out_at_s) == (1, 2.0, None)
+    refused = told((1.0, started), (1.2, CheckpointDiscarded("c", "it has moved on")))
+    assert refused.timed_out_at_s is None
+    late = told((1.0, started), (3.0, published), (10.0, started), (100.0, CheckpointDiscarded("c", "given up")))
+    assert (late.timed_out_at_s, late.took(1.0).timed_out_at_s) == (100.0, 100.0)
