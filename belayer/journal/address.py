@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -45,6 +45,7 @@ class Address:
 
 def parse_address(url: str) -> Address:
     """Read the URL; one that cannot be read is an InputError that does not repeat the password."""
+    _check_login(url)
     try:
         parts = urlsplit(url)
         options: dict[str, Any] = dict(parse_url(url))
@@ -73,11 +74,12 @@ class Places:
     shown: str
     addresses: tuple[Address, ...]
     path: str
-    options: dict[str, str]
+    options: dict[str, str] = field(repr=False)
 
 
 def parse_places(url: str, default_port: int) -> Places:
     """Read `redis+WHAT://[user:password@]host:port,host:port/path?options` and the same with `rediss` for TLS."""
+    _check_login(url)
     try:
         parts = urlsplit(url)
         login, _, hosts = parts.netloc.rpartition("@")
@@ -94,12 +96,19 @@ def parse_places(url: str, default_port: int) -> Places:
 
 
 def _shown(url: str) -> str:
-    """The URL without user, password and options."""
-    try:
-        parts = urlsplit(url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    except ValueError:
-        return "the URL"
+    """The URL without user, password and options, also where it is not written as it should be."""
+    scheme, slashes, rest = url.partition("://")
+    return f"{scheme}://{re.split('[?#]', rest.rpartition('@')[2])[0]}" if slashes else "the URL"
+
+
+def _check_login(url: str) -> None:
+    """InputError when the login would be taken for something else: parsers quote what they cannot read."""
+    login = url.partition("://")[2].rpartition("@")[0]
+    if any(sign in login for sign in "/?#[]@"):
+        raise InputError(
+            f"{_shown(url)!r} is not a usable journal URL (its login or an option has a sign that ends it; "
+            f"write / ? # @ and % there as %2F %3F %23 %40 and %25); expected {FORMS}"
+        )
 
 
 def _tls_context(options: dict[str, Any]) -> ssl.SSLContext:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from belayer.errors import ArchiveError, InputError
 from belayer.journal.codec import digest_of
@@ -73,13 +73,22 @@ def open_storage(url: str, namespace: str) -> Storage:
         files, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise InputError(f"the archive {shown_url(url)} cannot be opened: {error}") from None
-    return ObjectStorage(files, f"{path.rstrip('/')}/{namespace}", f"{shown_url(url).rstrip('/')}/{namespace}")
+    shown = f"{shown_url(url).rstrip('/')}/{namespace}"
+    return ObjectStorage(files, f"{path.rstrip('/')}/{namespace}", shown, _secrets_of(url))
 
 
 def shown_url(url: str) -> str:
     """The URL without user, password and options."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _secrets_of(url: str) -> tuple[str, ...]:
+    """What of the URL must not be said: its login and the values of its options."""
+    parts = urlsplit(url)
+    login = parts.netloc.rpartition("@")[0]
+    found = (*login.split(":"), login, parts.query, *(value for _, value in parse_qsl(parts.query)))
+    return tuple(sorted({text for text in found if text}, key=len, reverse=True))
 
 
 class LocalStorage:
@@ -147,9 +156,11 @@ class LocalStorage:
 class ObjectStorage:
     """Whatever fsspec reaches. What it raises for trouble with the store is OSError, by its own convention."""
 
-    def __init__(self, files: Any, folder: str, shown: str) -> None:
+    def __init__(self, files: Any, folder: str, shown: str, secrets: Sequence[str] = ()) -> None:
+        """`secrets`: what must not appear in any message, the longest first."""
         self._files = files
         self._folder = folder
+        self._secrets = secrets
         self.shown = shown
 
     def put(self, name: str, content: bytes) -> None:
@@ -198,7 +209,10 @@ class ObjectStorage:
         try:
             return call()
         except OSError as error:
-            raise ArchiveError(self.shown, f"cannot {what}: {error.strerror or error}") from None
+            said = error.strerror or str(error)
+            for secret in self._secrets:
+                said = said.replace(secret, "***")
+            raise ArchiveError(self.shown, f"cannot {what}: {said}") from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -130,9 +130,10 @@ class Link:
         replies = await self.exchange([pack(command) for command in commands], len(commands), timeout_s)
         for reply in replies:
             if isinstance(reply, hiredis.ReplyError):
-                if is_transient(reply):
-                    raise LinkLostError(str(reply))
-                raise refused_command(address.shown, reply)
+                said = hiredis.ReplyError(str(reply).replace(address.password or "\0", "***"))
+                if is_transient(said):
+                    raise LinkLostError(str(said))
+                raise refused_command(address.shown, said)
         self.client_id = int(replies[-1])
 
     @property

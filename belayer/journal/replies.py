@@ -46,5 +46,5 @@ def refused_command(address: str, reply: hiredis.ReplyError) -> ServerRefusedErr
     if text.startswith(("NOAUTH", "WRONGPASS", "ERR AUTH", "ERR Client sent AUTH", "ERR invalid password")):
         return ServerRefusedError(address, "the login failed", text, "check user and password in the journal's URL")
     return ServerRefusedError(
-        address, "it refused a command", text, "docs/journal.md lists what the user must be allowed"
+        address, "it refused a command", text, "docs/security.md lists what the user must be allowed"
     )

@@ -45,6 +45,7 @@ TRIM = b"""
 local first = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if not first or first[2][2] ~= ARGV[2] then return 0 end
 if redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1][1] == ARGV[1] then return 1 end
+redis.call('UNLINK', KEYS[2])
 for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+')) do
   redis.call('XADD', KEYS[2], entry[1], 'e', entry[2][2])
 end

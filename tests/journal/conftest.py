@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import pytest
 
+from belayer.journal.embedded import EmbeddedServer
+from tests.journal import acl
 from tests.journal.topologies import Cluster, Sentineled, cluster, sentineled
 
 T = TypeVar("T")
@@ -46,4 +48,11 @@ def shared_cluster() -> Iterator[Cluster]:
 def shared_sentinels() -> Iterator[Sentineled]:
     """A primary with one replica, and three sentinels."""
     with kept_running(sentineled) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def server_with_users() -> Iterator[EmbeddedServer]:
+    """A server with the users of docs/security.md."""
+    with kept_running(acl.server_with_users) as made:
         yield made

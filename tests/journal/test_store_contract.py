@@ -24,11 +24,12 @@ from belayer.journal.events import (
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import JournalStore, Notice
 from belayer.journal.writer import Reader, StreamWriter, read_events, take_over
+from tests.journal.acl import ACTORS, url_of
 
 T = ids.trajectory("t")
 
 
-@pytest.fixture(params=["memory", "redis", "redis-3-shards", "cluster", "sentinel"])
+@pytest.fixture(params=["memory", "redis", "redis-3-shards", "redis-least-permissions", "cluster", "sentinel"])
 async def store(request: pytest.FixtureRequest, namespace: str):
     match request.param:
         case "memory":
@@ -38,6 +39,8 @@ async def store(request: pytest.FixtureRequest, namespace: str):
             url, options = request.getfixturevalue("shared_cluster").url, {}
         case "sentinel":
             url, options = request.getfixturevalue("shared_sentinels").url, {"durability": "replicated"}
+        case "redis-least-permissions":
+            url, options = url_of(request.getfixturevalue("server_with_users"), ACTORS), {}
         case "redis-3-shards":
             url, options = request.getfixturevalue("redis_url"), {"shards": 3}
         case _:
