@@ -18,6 +18,7 @@ import msgspec
 from belayer import ids
 from belayer.actors.reports import report_engine_failure
 from belayer.actors.worker_recovery import WorkerRecovery, look, process_of
+from belayer.errors import FencedError, WrongSequenceError
 from belayer.gpu.gateway.server import Serving, serving
 from belayer.gpu.gateway.settings import Settings
 from belayer.gpu.gateway.text import Tokenizer
@@ -31,6 +32,7 @@ from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, events_of
 from belayer.processes import host_name
 from replay.audit import audit
+from tests.waiting import until
 
 PROMPT = [USER, 1, 2, END, ASSISTANT]
 TURN = [*range(272, 572), END]
@@ -54,7 +56,15 @@ class Site:
         """As `belayer gateway` does it; then recover, as the actors do."""
         self.reports.append((worker, incarnation, kind))
         if await report_engine_failure(self.store, worker, incarnation, kind, evidence, "gateway"):
-            self.recoveries.append(asyncio.create_task(self.recovery.recover(worker)))
+            self.recoveries.append(asyncio.create_task(self._recover(worker)))
+
+    async def _recover(self, worker: str) -> None:
+        """As the actors' loop does it: whoever was overtaken looks again."""
+        while True:
+            try:
+                return await self.recovery.recover(worker)
+            except (FencedError, WrongSequenceError):
+                continue
 
     async def worker(self, name: str = "w", shadow: bool = False) -> None:
         """A worker with a main and, if wanted, a shadow."""
@@ -63,8 +73,13 @@ class Site:
             await self.recovery.recover(name)
 
     async def main_pid(self, name: str = "w") -> int:
-        state = await look(self.store, name)
-        return state.engines[state.main].registered.pid
+        """The serving main's process, once there is one."""
+
+        async def serving() -> int:
+            state = await look(self.store, name)
+            return 0 if state.serving is None else state.serving.registered.pid
+
+        return await until(serving, what="a serving engine")
 
     async def events(self, trajectory: str) -> list[AnyEvent]:
         return events_of(await Reader(self.store, ids.trajectory(trajectory)).catch_up())

@@ -151,7 +151,8 @@ class Run:
         last: tuple[Route, str] | None = None
         while (kind := self._complete_already()) is None:
             route = await around.workers.pick(self.asked.name, avoid, settings.engine_wait_s, settings.handover_wait_s)
-            offset = await self._kept(lambda route=route: _begun(trajectory, route))
+            before = trajectory.state.sequence
+            offset = await self._kept(lambda route=route, before=before: _begun(trajectory, route, before))
             current = trajectory.state.generation
             assert current is not None and offset == len(answer.token_ids)
             answer.resumes += last is not None
@@ -265,8 +266,12 @@ class Run:
                 await asyncio.sleep(_AGAIN_S)
 
 
-async def _begun(trajectory: Trajectory, route: Route) -> int:
-    await trajectory.flush()  # settles an append whose reply was lost
+async def _begun(trajectory: Trajectory, route: Route, before: int) -> int:
+    """Begin or resume the generation; after a lost reply that left the stream beyond `before`, it has begun."""
+    await trajectory.flush()
+    state = trajectory.state
+    if state.generation is not None and state.sequence > before:
+        return state.generation.count
     return await trajectory.begin_generation(route.worker, route.incarnation)
 
 
