@@ -32,7 +32,7 @@ class Confirmation:
 
         They cover what *this link* wrote, so for a write found from another link a mark is written first.
         """
-        wait_ms = str(max(1, int(timeout_s * 900)))
+        wait_ms = str(max(1, int(timeout_s * 500)))  # well within the time, so that a 'no' comes before we hang up
         match self._durability:
             case Durability.MEMORY | Durability.EVERYSEC:
                 return []

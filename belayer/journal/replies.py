@@ -11,7 +11,10 @@ ASK = "ASK "
 """The key's slot is moving and the key has moved already: ask there, with ASKING, only this once."""
 ELSEWHERE = ("READONLY", "MASTERDOWN", "MOVED ")
 """Errors that say that this server is not, or no longer, the one for the key: connect again."""
-TRANSIENT = (*ELSEWHERE, ASK, "LOADING", "BUSY ", "OOM", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN")
+TRANSIENT = (
+    *(*ELSEWHERE, ASK, "TRYAGAIN", "CLUSTERDOWN", "UNBLOCKED"),
+    *("LOADING", "BUSY ", "OOM", "MISCONF", "NOREPLICAS"),
+)
 """Errors that pass: the command had no effect and is sent again until the deadline."""
 
 

@@ -269,6 +269,8 @@ class Sender:
         for write, newest, same_id in zip(writes, replies[::2], replies[1::2], strict=True):
             try:
                 last, stored = self._entry(write, newest), self._entry(write, same_id)
+                if last is None and known.prefix and write.entry.expected_sequence:
+                    raise Again("only a part of what the append needs has moved yet")
                 known.tails[write.key] = EMPTY if last is None else (last.last_sequence, b"")
                 if stored is not None and stored.body == write.entry.body:
                     found.append(write)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,16 @@ async def lose_the_last_entry(server: EmbeddedServer) -> None:
         start = multi
     aof.write_bytes(data[:start])
     await server.start()
+
+
+@contextlib.contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """The process is stopped meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 class Proxy:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -59,6 +60,49 @@ class Cluster:
                 if first <= slot <= last and primary[2].decode() == node.node_id:
                     return node
         raise AssertionError(f"nobody has slot {slot}")
+
+
+class SlotMove:
+    """Moves one slot by hand, as an operator's tool would, in steps: `begin`, any number of `move`s, `finish`."""
+
+    def __init__(self, made: Cluster, slot: int, source: ClusterNode, target: ClusterNode) -> None:
+        self._made = made
+        self._slot = str(slot)
+        self._source = source
+        self._target = target
+
+    async def begin(self) -> None:
+        await command(self._target.url, "CLUSTER", "SETSLOT", self._slot, "IMPORTING", self._source.node_id)
+        await command(self._source.url, "CLUSTER", "SETSLOT", self._slot, "MIGRATING", self._target.node_id)
+
+    async def move(self, *keys: str) -> None:
+        port = str(self._target.port)
+        await command(self._source.url, "MIGRATE", "127.0.0.1", port, "", "0", "5000", "KEYS", *keys)
+
+    async def keys(self, most: int = 1000) -> list[str]:
+        """Keys that have not moved yet."""
+        found = await command(self._source.url, "CLUSTER", "GETKEYSINSLOT", self._slot, str(most))
+        return [bytes(key).decode() for key in found]
+
+    async def finish(self) -> None:
+        """Move what is left, one key at a time, and tell everybody who has the slot now."""
+        while keys := await self.keys(1):
+            await self.move(*keys)
+        others = [node for node in self._made.primaries if node not in (self._source, self._target)]
+        for node in (self._target, self._source, *others):
+            await command(node.url, "CLUSTER", "SETSLOT", self._slot, "NODE", self._target.node_id)
+
+
+@contextlib.asynccontextmanager
+async def detached(primary: EmbeddedServer, replica: EmbeddedServer) -> AsyncIterator[None]:
+    """Meanwhile what is written to the primary does not reach the replica; at the end the primary is dead."""
+    os.kill(replica.pid, signal.SIGSTOP)
+    await command(primary.url, "CLIENT", "KILL", "TYPE", "replica")
+    try:
+        yield
+        await primary.kill()
+    finally:
+        os.kill(replica.pid, signal.SIGCONT)
 
 
 @contextlib.asynccontextmanager
