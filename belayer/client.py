@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
-from belayer.errors import InputError, ProtocolError
+from belayer.errors import InputError, LimitError, ProtocolError
 from belayer.ids import trajectory as trajectory_stream
-from belayer.journal.columns import pack_logprobs, pack_loss_mask, pack_token_ids
+from belayer.journal.columns import TOKEN_BYTES, pack_logprobs, pack_loss_mask, pack_token_ids
 from belayer.journal.events import (
     ActionCommitted,
     ActionStarted,
@@ -31,6 +31,7 @@ from belayer.journal.events import (
     TrajectoryFinished,
     TrajectoryStarted,
 )
+from belayer.journal.limits import LIMITS, Limits
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, take_over
 from belayer.projections.trajectory import Boundary, Generation, TrajectoryState, evolve, fold
@@ -72,6 +73,8 @@ class Trajectory:
         self._lock = asyncio.Lock()
         self._timer: asyncio.Task[None] | None = None
         self._unsettled: tuple[AnyEvent, ...] = ()
+        self._refused: LimitError | None = None
+        """Why tokens that were generated are not in the journal: nothing but aborting may follow."""
 
     @classmethod
     async def open(
@@ -83,6 +86,7 @@ class Trajectory:
         chunk_tokens: int = CHUNK_TOKENS,
         chunk_s: float = CHUNK_S,
         timeout_s: float = 120.0,
+        limits: Limits = LIMITS,
     ) -> Trajectory:
         """Open a new trajectory or resume one: take its epoch, fencing off whoever wrote it before.
 
@@ -90,11 +94,13 @@ class Trajectory:
         """
         if chunk_tokens < 1 or chunk_s <= 0:
             raise InputError(f"a chunk needs at least 1 token and some time; got {chunk_tokens} and {chunk_s} s")
+        if chunk_tokens * TOKEN_BYTES > limits.event_bytes / 2:
+            raise InputError(f"chunks of {chunk_tokens} tokens do not fit into events of {limits.event_bytes} bytes")
         deadline = time.monotonic() + timeout_s
         while True:
             reader = Reader(store, trajectory_stream(name))
             state = await _until_resumed(reader, deadline, timeout_s)
-            stream_writer, history = await take_over(store, reader.stream, writer, reader=reader)
+            stream_writer, history = await take_over(store, reader.stream, writer, reader=reader, limits=limits)
             state = fold(history, state)
             if state.phase != "recovering":
                 return cls(stream_writer, state, chunk_tokens, chunk_s)
@@ -218,6 +224,7 @@ class Trajectory:
     async def abort(self, reason: str) -> None:
         """Give the trajectory up; its sample will not be trained on."""
         await self._append(TrajectoryAborted(reason))
+        self._refused = None
 
     async def flush(self) -> None:
         """Return once every token given so far is in the journal."""
@@ -239,13 +246,21 @@ class Trajectory:
 
     async def _append_locked(self, *events: AnyEvent) -> None:
         await self._settle()
+        if self._refused is not None and not isinstance(events[0], TrajectoryAborted):
+            raise self._refused
         state = self.state
         for sequence, event in enumerate(events, state.sequence + 1):
             if problem := problem_of(state, event):
                 raise ProtocolError(f"{self._writer.stream}: {problem}")
             state = evolve(state, sequence, event)
         self._unsettled = events
-        await self._writer.append(*events)
+        try:
+            await self._writer.append(*events)
+        except LimitError as error:
+            self._unsettled = ()
+            if any(isinstance(event, TokensAppended) for event in events):
+                self._refused = error
+            raise
         await self._settle()
 
     async def _settle(self) -> tuple[AnyEvent, ...]:
@@ -261,6 +276,8 @@ class Trajectory:
     async def _flush(self, whole_chunks_only: bool) -> None:
         async with self._lock:
             await self._settle()
+            if self._refused is not None:
+                raise self._refused
             while waiting := len(self._buffer.token_ids):
                 if whole_chunks_only and waiting < self._chunk_tokens:
                     break

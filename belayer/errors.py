@@ -106,6 +106,17 @@ class DamagedJournalError(JournalError):
         self.problem = problem
 
 
+class LimitError(JournalError):
+    """An append is larger than one writer may; nothing of it was stored, and the writer may go on with less."""
+
+    def __init__(self, stream: str, what: str, limit: int, got: int, remedy: str) -> None:
+        super().__init__(f"{stream}: at most {limit:,} {what}, got {got:,}; {remedy} (belayer.journal.limits)")
+        self.stream = stream
+        self.what = what
+        self.limit = limit
+        self.got = got
+
+
 class ArchivedError(JournalError):
     """The stream's beginning is in the archive and no longer on the server, and the reader was given no archive."""
 

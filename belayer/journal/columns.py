@@ -14,6 +14,8 @@ from belayer.errors import InputError
 
 TOKEN_ID_BYTES = 4
 LOGPROB_BYTES = 4
+TOKEN_BYTES = TOKEN_ID_BYTES + LOGPROB_BYTES + 1
+"""Of a generated token in all three columns."""
 _SWAP = sys.byteorder == "big"
 
 

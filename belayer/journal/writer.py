@@ -14,6 +14,7 @@ from belayer.errors import ArchivedError, DamagedJournalError, FencedError, Prot
 from belayer.ids import StreamId, new_event_id
 from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry, encode_event
 from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, StreamArchived, tag_of
+from belayer.journal.limits import LIMITS, Limits, check_entry, check_group
 from belayer.journal.store import JournalStore
 
 _READ_LIMIT = 1000
@@ -32,6 +33,8 @@ class Reader:
         self.sequence = 0
         self.digest: bytes = GENESIS
         self.last_entry: Entry | None = None
+        self.size_bytes = 0
+        """Of all entries read, as they are stored."""
 
     async def catch_up(self) -> list[Recorded]:
         """All events since the last call. DamagedJournalError when they do not hang together."""
@@ -64,6 +67,7 @@ class Reader:
                 raise DamagedJournalError(str(self.stream), event.sequence, "the digest of the event before differs")
             self.epoch, self.sequence, self.digest = event.epoch, event.sequence, event.digest
         self.last_entry = entry
+        self.size_bytes += len(entry.body)
         return events
 
 
@@ -91,7 +95,18 @@ async def read_events(store: JournalStore, stream: StreamId) -> AsyncIterator[Re
 class StreamWriter:
     """Appends to one stream under one epoch. Made by `take_over`."""
 
-    def __init__(self, store: JournalStore, stream: StreamId, epoch: int, sequence: int, digest: bytes) -> None:
+    def __init__(
+        self,
+        store: JournalStore,
+        stream: StreamId,
+        epoch: int,
+        sequence: int,
+        digest: bytes,
+        *,
+        stream_bytes: int = 0,
+        limits: Limits = LIMITS,
+    ) -> None:
+        """`stream_bytes`: what the stream has already."""
         self._store = store
         self.stream = stream
         self.epoch = epoch
@@ -99,17 +114,24 @@ class StreamWriter:
         self._digest = digest
         self._uncertain: Entry | None = None
         self._notice: str | None = None
+        self._stream_bytes = stream_bytes
+        self._limits = limits
 
     async def append(self, *events: AnyEvent, time_ns: int | None = None) -> int:
-        """Store the events as one atomic group; the sequence of the last. Returns once they are durable as said."""
+        """Store the events as one atomic group; the sequence of the last. Returns once they are durable as said.
+
+        LimitError when they are too many or too large: nothing has happened then.
+        """
         if self._uncertain is not None:
             raise ProtocolError(f"{self.stream}: an earlier append has no known outcome; call retry() first")
         now_ns = time.time_ns() if time_ns is None else time_ns
         if len(events) == 1:
             entry = encode_event(self.epoch, self.sequence, self._digest, events[0], new_event_id(), now_ns)
         else:
+            check_group(self._limits, self.stream, events)
             event_ids = [new_event_id() for _ in events]
             entry, _ = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
+        check_entry(self._limits, self.stream, events, entry, self._stream_bytes)
         self._notice = None
         for event in events:
             if type(event) in _NOTICED:
@@ -117,7 +139,7 @@ class StreamWriter:
                 break
         self._uncertain = entry
         await self._store.append(self.stream, entry, self._notice)
-        self.sequence, self._digest, self._uncertain = entry.last_sequence, entry.digest, None
+        self._stored(entry)
         return entry.last_sequence
 
     async def check_epoch(self) -> None:
@@ -130,8 +152,12 @@ class StreamWriter:
         """Settle an append whose outcome is unknown: store it if it was not. The sequence of the last event."""
         if (entry := self._uncertain) is not None:
             await self._store.append(self.stream, entry, self._notice)
-            self.sequence, self._digest, self._uncertain = entry.last_sequence, entry.digest, None
+            self._stored(entry)
         return self.sequence
+
+    def _stored(self, entry: Entry) -> None:
+        self.sequence, self._digest, self._uncertain = entry.last_sequence, entry.digest, None
+        self._stream_bytes += len(entry.body)
 
 
 async def take_over(
@@ -141,6 +167,7 @@ async def take_over(
     *,
     only_at: int | None = None,
     reader: Reader | None = None,
+    limits: Limits = LIMITS,
     new_id: Callable[[], bytes] = new_event_id,
 ) -> tuple[StreamWriter, list[Recorded]]:
     """Start the next epoch of a stream, fencing off every earlier writer; the new writer and all events to fold.
@@ -160,7 +187,11 @@ async def take_over(
         entry, digest = encode_entry(epoch, reader.sequence, reader.digest, [started], [new_id()], time.time_ns())
         if await store.take_over(stream, reader.last_entry, entry) is None:
             history += decode_entry(stream, epoch, entry.last_sequence, entry.body)
-            return StreamWriter(store, stream, epoch, entry.last_sequence, digest), history
+            size_bytes = reader.size_bytes + len(entry.body)
+            made = StreamWriter(
+                store, stream, epoch, entry.last_sequence, digest, stream_bytes=size_bytes, limits=limits
+            )
+            return made, history
         history += await reader.catch_up()
 
 
