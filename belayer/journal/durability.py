@@ -28,7 +28,8 @@ PROMISES = {
     ),
     Durability.REPLICATED: (
         "An acknowledged event is in the memory of the primary and of n replicas (WAIT n); it is lost only if all of "
-        "them crash within the second before it is on a disk, or by a failover to another replica that lacked it."
+        "them crash within the second before it is on a disk, if the primary's machine crashes within that second and "
+        "the primary starts again before a replica was promoted, or by a failover to another replica that lacked it."
     ),
 }
 """Whatever was lost is found: who knew a lost event gets WrongSequenceError or DamagedJournalError when going on."""
