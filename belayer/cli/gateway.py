@@ -113,7 +113,10 @@ def gateway(
         run=run,
         model=model,
     )
-    asyncio.run(_run(worker, url, namespace, durability, host, port, _loaded(tokenizer), settings))
+    from belayer.blocking import new_event_loop
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_run(worker, url, namespace, durability, host, port, _loaded(tokenizer), settings))
 
 
 def _loaded(folder: Path | None) -> Tokenizer | None:
