@@ -174,8 +174,8 @@ async def test_what_is_refused(bench: Bench, name: str) -> None:
     assert refusal.value.process
     assert checkpoint not in await bench.host.checkpoints()
     await live.sh(
-        f"all=$(pgrep -f '^python3 {name}'); pkill -USR1 -f '^python3 {name}'; kill -KILL $all; rm -f /dev/mqueue/queue; "
-        "for one in $all; do while [ -e /proc/$one ]; do sleep 0.01; done; done"
+        f"all=$(pgrep -f '^python3 {name}'); pkill -USR1 -f '^python3 {name}'; kill -KILL $all; "
+        "rm -f /dev/mqueue/queue; for one in $all; do while [ -e /proc/$one ]; do sleep 0.01; done; done"
     )
     await live.kill_and_restore(await live.checkpoint())
 
