@@ -67,39 +67,35 @@ class Progress:
         self._say(f"{report.trajectory} {report.label}: {kills} kills{worst}, {report.wall_s:.0f} s, {state}")
 
 
-class Kills:
-    """The state of a sequence of runs with one seed."""
+class Kept:
+    """The results of the sequence of runs with one seed, in a file: what has ended is never run again."""
 
-    def __init__(self, path: Path, runs: Runs, wanted: int) -> None:
+    def __init__(self, path: Path, wanted: int) -> None:
         self._path = path
-        self._runs = runs
         self._wanted = wanted
         self.lines: list[Line] = []
         if path.exists():
             self.lines = [msgspec.json.decode(line, type=Line) for line in path.read_bytes().splitlines()]
-        self._known = {(line.trajectory, line.number) for line in self.lines}
-        self._under_way = 0
+        self._begun = {(line.trajectory, line.number) for line in self.lines}
 
     @property
-    def killed(self) -> int:
+    def kills(self) -> int:
         return sum(sum(line.kills.values()) for line in self.lines)
 
-    def is_needed(self, subject: Subject, number: int) -> bool:
-        """Whether this run is still to be made, given what has ended and what is under way."""
-        expected = self.killed + self._under_way * len(Kind)
-        return (subject.name, number) not in self._known and expected < self._wanted
+    def begin(self, trajectory: str, number: int) -> bool:
+        """Whether this run is to be made now: it has not been begun, and those that have been may not be enough."""
+        expected = self.kills + (len(self._begun) - len(self.lines)) * len(Kind)
+        if (trajectory, number) in self._begun or expected >= self._wanted:
+            return False
+        self._begun.add((trajectory, number))
+        return True
 
-    async def make(self, subject: Subject, undisturbed: Outcome, number: int) -> None:
-        """Make a run and keep its result."""
-        self._under_way += 1
-        try:
-            report = await self._runs.disturbed(subject, undisturbed, number)
-        finally:
-            self._under_way -= 1
+    def keep(self, number: int, report: RunReport) -> None:
+        """A run that was begun has ended."""
         counts = {kind.value: sum(one.kind is kind for one in report.recoveries) for kind in Kind}
         waits_s = [(one.kind.value, one.resumed_s) for one in report.recoveries if one.resumed_s is not None]
         problems = [report.problem] * bool(report.problem) + [str(one) for one in report.differences]
-        line = Line(subject.name, number, counts, waits_s, problems, round(report.wall_s, 1))
+        line = Line(report.trajectory, number, counts, waits_s, problems, round(report.wall_s, 1))
         self.lines.append(line)
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
@@ -112,8 +108,8 @@ async def run(subjects: Sequence[Subject], wanted: int, seed: int, folder: Path,
     parallel = (os.cpu_count() or 1) + 1
     async with open_stage(tokens_per_s=TOKENS_PER_S, keep=False) as stage:
         runs = Runs(stage, Progress(say), seed, tuple(Kind), parallel)
-        kills = Kills(folder / f"seed-{seed}.jsonl", runs, wanted)
-        say(f"{kills.killed} of {wanted} kills are done; results in {folder}")
+        kept = Kept(folder / f"seed-{seed}.jsonl", wanted)
+        say(f"{kept.kills} of {wanted} kills are done; results in {folder}")
         subjects = [await with_image(subject, say) for subject in subjects]
         for subject in subjects:
             subject.chat.write_token_recording(stage.recordings)
@@ -136,29 +132,27 @@ async def run(subjects: Sequence[Subject], wanted: int, seed: int, folder: Path,
 
         async def one(variant: Subject, outcome: Outcome, number: int) -> None:
             try:
-                await kills.make(variant, outcome, number)
+                kept.keep(number, await runs.disturbed(variant, outcome, number))
             finally:
                 waiting.release()
 
         comparable = [pair for pairs in await asyncio.gather(*map(variants, subjects)) for pair in pairs]
         async with asyncio.TaskGroup() as tasks:
             number = 0
-            while comparable and kills.killed < wanted:
+            while comparable and kept.kills < wanted and number < wanted:
                 number += 1
                 for variant, outcome in comparable:
                     numbered = 2 * number + (not variant.spec.setup)  # even ones have a witness
                     await waiting.acquire()
-                    if kills.is_needed(variant, numbered):
+                    if kept.begin(variant.name, numbered):
                         tasks.create_task(one(variant, outcome, numbered))
                     else:
                         waiting.release()
-                if number > wanted:  # nothing strikes any more
-                    break
         await finish(stage)
         audited = folder / stage.run
         audited.mkdir()
         _, findings, _ = await audit_run(stage, audited)
-    return report_of(kills.lines, left_out, findings)
+    return report_of(kept.lines, left_out, findings)
 
 
 def report_of(lines: Sequence[Line], left_out: list[str], findings: list[str]) -> dict[str, Any]:
