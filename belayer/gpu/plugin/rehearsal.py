@@ -11,23 +11,30 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from belayer.gpu.ledger import Entry
+from belayer.gpu.ledger import MAX_RESERVE, Entry
 from belayer.gpu.plugin.adoption import adopt
 from belayer.gpu.plugin.slots import Slots
 
-_TOKENS = 40
+_MAX_REQUESTS = 64
 
 
 def rehearse(slots: Slots, tree: Any, allocator: Any, slot_table: Any) -> None:
-    """Adopt two made-up requests into an empty cache, and set slots aside. The caller flushes the cache afterwards."""
+    """Adopt made-up requests that fill an empty cache, and set slots aside. The caller flushes the cache afterwards.
+
+    As many and as large as in earnest, so that the memory that it takes is at hand then.
+    """
     import torch
 
+    rows, width = slot_table.shape
+    count = min(rows, _MAX_REQUESTS)
+    kept = min(MAX_RESERVE, allocator.size // 8)
+    tokens = min(width, (allocator.size - kept - 1) // count)
     entries = []
-    for row in range(2):
-        first = 1 + row * _TOKENS
-        slot_table[row, :_TOKENS] = torch.arange(first, first + _TOKENS, device=slot_table.device)
-        entries.append(Entry(row, row, array("q", range(first, first + _TOKENS)), _TOKENS - 1, 0))
-    reserve = torch.arange(allocator.size - 1, allocator.size, device=slot_table.device)
+    for row in range(count):
+        first = 1 + row * tokens
+        slot_table[row, :tokens] = torch.arange(first, first + tokens, device=slot_table.device)
+        entries.append(Entry(row, row, array("q", range(first, first + tokens)), tokens - 1, 0))
+    reserve = torch.arange(allocator.size - kept, allocator.size, device=slot_table.device)
     adopt(tree, allocator, slot_table, entries, reserve)
     slots.quarantine(reserve)
     slots.release_quarantine()
