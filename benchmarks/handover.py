@@ -6,12 +6,16 @@ Stages, each recorded as soon as it ends, whatever happens to the others:
 
     arena    the arena's contract tests, on this device, beside the other stages
     engine   SGLang with memory server, arena and ledger: start, throughput, an undisturbed reference run
-    kills    SIGKILL of the scheduler at varying instants; the shadow takes over, in one of three modes (`--kills`):
+    kills    SIGKILL of the scheduler at varying instants; the shadow takes over, in one of these modes (`--kills`):
              early   it adopts the KV cache and does not wait for the dead process to be torn down
              late    it adopts the KV cache and writes there once the dead process is gone
              refill  it computes everything again, once the dead process is gone
+             zombie  as early, and the dead engine goes on writing to its KV cache (benchmarks/zombie.py)
     steady   throughput of the main that is left, with nothing else on the machine
-    plain    SGLang without Belayer: cold start, throughput
+    rearm    throughput of that main while a shadow starts
+    update   new weights for that main: from tensors of another process, from disk
+    plain    SGLang without Belayer: cold start, throughput, and new weights if `update` was run
+    cache    SGLang with its own weight cache: start
 
 The last line is one JSON object; DIR/handover.json has every kill with its phases, DIR/engines.log the engines' logs.
 """
@@ -29,10 +33,18 @@ from benchmarks.handover_bench import Bench
 from benchmarks.handover_figures import headline
 from benchmarks.handover_kills import kills
 from benchmarks.handover_loads import Load, parse_kills
-from benchmarks.handover_stages import arena, engine, plain, steady
+from benchmarks.handover_stages import arena, cache, engine, plain, rearm, steady, update
 from benchmarks.sglang_shapes import SHAPES
 
-STAGES = {"engine": engine, "kills": kills, "steady": steady, "plain": plain}
+STAGES = {
+    "engine": engine,
+    "kills": kills,
+    "steady": steady,
+    "rearm": rearm,
+    "update": update,
+    "plain": plain,
+    "cache": cache,
+}
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -45,7 +57,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             for name, work in STAGES.items():
                 if name not in stages:
                     continue
-                later = sum(options.plain_s for other in stages if other == "plain" and name != "plain")
+                done = [*STAGES][: [*STAGES].index(name) + 1]
+                later = sum(options.plain_s for other in stages if other in ("plain", "cache") and other not in done)
                 if not await bench.stage(name, work, keep_s=later) and name == "engine":
                     break
             if beside is not None:
@@ -73,7 +86,7 @@ def main() -> None:
     parser.add_argument("--wave", type=int, default=11, help="shadows that are started together")
     parser.add_argument("--overlap", action="store_true", help="start shadows during the throughput runs: saves time")
     parser.add_argument("--budget-s", type=float, default=560.0, help="the whole run ends within it")
-    parser.add_argument("--plain-s", type=float, default=110.0, help="of it, what is kept for the stage plain")
+    parser.add_argument("--plain-s", type=float, default=110.0, help="of it, what is kept for plain and for cache")
     parser.add_argument("--hang-s", type=float, default=20.0, help="silence after which a scheduler counts as hung")
     parser.add_argument("--start-timeout-s", type=float, default=300.0)
     parser.add_argument("--out", type=Path, required=True)

@@ -47,6 +47,8 @@ class Bench:
         self.loads = {options.load, *(kill.load for kill in options.kills)}
         self.logs = work / "logs"
         self.socket = work / "memory.sock"
+        self.zombies = work / "zombies"
+        self.zombies.mkdir()
         self.memory: subprocess.Popen[bytes] | None = None
         self.host = self.make_host(self.socket)
         self.main: EngineProcess | None = None
@@ -84,21 +86,24 @@ class Bench:
         self.save()
         return "error" not in found
 
-    def make_host(self, memory_socket: Path | None) -> SglangHost:
-        options = self.options
-        model = write_model(self.work / f"model-{options.shape}", options.shape)
+    def environment(self) -> dict[str, str]:
         plugins = write_plugins(self.work / "plugins")
         path = os.pathsep.join([str(plugins), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTHONPATH": path, "BELAYER_BENCH_WEIGHTS": "1", "HF_HUB_OFFLINE": "1"}
-        environment |= {"SGLANG_DISABLE_VERSION_CHECK": "1"}
-        if options.device == "cpu":
+        environment = os.environ | {"PYTHONPATH": path, "BELAYER_BENCH_WEIGHTS": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {"SGLANG_DISABLE_VERSION_CHECK": "1", "BELAYER_ZOMBIE_FOLDER": str(self.zombies)}
+        if self.options.device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        return environment
+
+    def make_host(self, memory_socket: Path | None, *arguments: str) -> SglangHost:
+        options = self.options
+        model = write_model(self.work / f"model-{options.shape}", options.shape)
         return SglangHost(
             memory_socket,
-            ["--model-path", str(model), *self._sglang_arguments()],
+            ["--model-path", str(model), *self._sglang_arguments(), *arguments],
             self.logs,
             owner_pid=os.getpid(),
-            environment=environment,
+            environment=self.environment(),
             start_timeout_s=options.start_timeout_s,
             warm_prompts=(4, 64, min(options.load.context, 2048)),
             warm_batch=options.load.streams,

@@ -7,15 +7,22 @@ import statistics
 from typing import Any
 
 
-def agreement(expected: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
-    """How many streams are equal token by token, and where the others part."""
-    parts = []
-    for one, other in zip(expected, got, strict=True):
+def agreement(expected: list[list[int]], got: list[list[int]], before: list[int] | None = None) -> dict[str, Any]:
+    """How many streams are equal token by token, and where the others part.
+
+    `before`: what each stream had when its engine was killed. Then also: of the streams that were equal until there,
+    how many stayed so. (In bf16 two undisturbed runs differ, because their prefill batches do.)
+    """
+    parts: list[int] = []
+    until = 0
+    for one, other, had in zip(expected, got, before or [0] * len(got), strict=True):
+        until += one[:had] == other[:had]
         if one != other:
             parts.append(
                 next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
             )
-    return {"streams": len(expected), "equal": len(expected) - len(parts), "first_difference": sorted(parts)[:8]}
+    found = {"streams": len(expected), "equal": len(expected) - len(parts), "first_difference": sorted(parts)[:8]}
+    return found | ({"equal_until_kill": until} if before else {})
 
 
 def summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
@@ -33,6 +40,7 @@ def summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
         "dying_p50_s": round(statistics.median(kill["dying_s"] for kill in kills), 4),
         "promoted_p50_s": round(statistics.median(kill["promoted_s"] for kill in kills), 4),
         "equal_streams": sum(kill["equal"]["equal"] for kill in kills),
+        "equal_until_kill": sum(kill["equal"]["equal_until_kill"] for kill in kills),
         "all_streams": sum(kill["equal"]["streams"] for kill in kills),
     }
 
@@ -54,6 +62,12 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
     ratio = None
     if "again" in plain and "again" in steady:
         ratio = round(steady["again"]["tokens_per_s"] / plain["again"]["tokens_per_s"], 4)
+    ours, theirs = stages.get("update", {}), plain.get("update", {})
+    updates = {
+        how: round(statistics.median(ours[how][1:]) / statistics.median(theirs[how][1:]), 4)
+        for how in ("tensor_s", "disk_s")
+        if how in ours and how in theirs
+    }
     adopted = [kind for name, kind in by_kind.items() if not name.startswith("refill")]
     return {
         "kill_to_token_p50_s": first.get("kill_to_token_p50_s"),
@@ -66,6 +80,9 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
         "cold_start_s": plain.get("cold_start_s"),
         "shadow_gpu_gb": kills.get("shadow_gpu_gb"),
         "throughput_ratio": ratio,
-        "weight_update_ratio": stages.get("update", {}).get("ratio"),
-        "equal": all(kind["equal_streams"] == kind["all_streams"] for kind in adopted) if adopted else None,
+        "weight_update_ratio": updates.get("tensor_s"),
+        "weight_update_from_disk_ratio": updates.get("disk_s"),
+        "rearm_throughput_ratio": stages.get("rearm", {}).get("ratio"),
+        "weight_cache_start_s": stages.get("cache", {}).get("start_s"),
+        "equal": all(kind["equal_streams"] == kind["equal_until_kill"] for kind in adopted) if adopted else None,
     }

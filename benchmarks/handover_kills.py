@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from belayer.gpu import wire
+from belayer.gpu.memory_client import MemoryClient
 from belayer.gpu.protocol import EngineProcess
 from benchmarks.handover_bench import ROOT, Bench, gpu_processes
 from benchmarks.handover_figures import agreement, summary
@@ -82,14 +83,22 @@ async def _kill(
     watching = asyncio.create_task(_watch(bench, previous.incarnation, seen, dying, dead))
     profile = await asyncio.to_thread(_Profile, scheduler) if profiled else None
     await asyncio.sleep(0.1)
-    before = sum(len(stream.token_ids) for stream in run.streams)
+    before = [len(stream.token_ids) for stream in run.streams]
+    trigger = bench.zombies / previous.incarnation
     killed_s = time.monotonic()
-    os.kill(scheduler, 9)
-    await dying.wait()
-    run.change(new)
-    await host.promote(shadow)
-    promoted_s = time.monotonic()
-    await running
+    if kill.mode.zombie:
+        trigger.touch()
+    else:
+        os.kill(scheduler, 9)
+    try:
+        await dying.wait()
+        run.change(new)
+        await (_promote_beside(bench, shadow) if kill.mode.zombie else host.promote(shadow))
+        promoted_s = time.monotonic()
+        await running
+        rounds = int(trigger.with_suffix(".rounds").read_text()) if kill.mode.zombie else 0
+    finally:
+        trigger.unlink(missing_ok=True)
     await dead.wait()
     watching.cancel()
     await old.close()
@@ -102,14 +111,24 @@ async def _kill(
         "dead_s": round(seen["dead"] - killed_s, 4),
         "promoted_s": round(promoted_s - killed_s, 4),
         "phases": {name: round(value, 5) for name, value in host.facts[shadow.incarnation].items()},
-        "tokens_before": before,
-        "equal": agreement(bench.reference[kill.load], [stream.token_ids for stream in run.streams]),
+        "tokens_before": sum(before),
+        "equal": agreement(bench.reference[kill.load], [stream.token_ids for stream in run.streams], before),
     }
+    if kill.mode.zombie:
+        facts["zombie_rounds"] = rounds
     if profile is not None:
         facts["teardown"] = [
             [round(at_s - killed_s, 4), what] for at_s, what in await asyncio.to_thread(profile.result)
         ]
     return facts
+
+
+async def _promote_beside(bench: Bench, shadow: EngineProcess) -> None:
+    """Promote early, and leave the old process to itself."""
+    with MemoryClient.connect(bench.socket, "benchmark", "control")[0] as client:
+        promote = wire.Promote(shadow.incarnation, False, True, True, 30.0)
+        answer, _ = await asyncio.to_thread(client.ask, promote, wire.Facts)
+    bench.host.facts[shadow.incarnation] = answer.facts
 
 
 async def _watch(

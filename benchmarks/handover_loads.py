@@ -35,10 +35,17 @@ class Mode:
     name: str
     adopt: bool
     early: bool
+    zombie: bool = False
 
 
 MODES = {
-    mode.name: mode for mode in (Mode("early", True, True), Mode("late", True, False), Mode("refill", False, False))
+    mode.name: mode
+    for mode in (
+        Mode("early", True, True),
+        Mode("late", True, False),
+        Mode("refill", False, False),
+        Mode("zombie", True, True, zombie=True),
+    )
 }
 
 

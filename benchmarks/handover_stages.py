@@ -1,12 +1,19 @@
 """Stages of the handover benchmark other than the kills; each puts what it finds into the dictionary it is given."""
 
+# SGLang is not in this project's own environment.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
+import json
+import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from belayer.gpu.protocol import EngineProcess
 from benchmarks.handover_bench import ROOT, Bench, gpu_processes
 from benchmarks.handover_figures import agreement, without_tokens
 
@@ -49,9 +56,88 @@ async def steady(bench: Bench, found: dict[str, Any]) -> None:
     found["again"] = without_tokens(await bench.throughput(bench.main))
 
 
+async def rearm(bench: Bench, found: dict[str, Any]) -> None:
+    """Throughput of the main while a shadow starts, against what it is before and after."""
+    assert bench.main is not None
+    quiet = [(await bench.throughput(bench.main))["tokens_per_s"]]
+    during: list[float] = []
+    began_s = time.monotonic()
+    starting = asyncio.create_task(bench.shadows(1))
+    while not starting.done():
+        during.append((await bench.throughput(bench.main))["tokens_per_s"])
+    found["shadow_start_s"] = round(time.monotonic() - began_s, 2)
+    quiet.append((await bench.throughput(bench.main))["tokens_per_s"])
+    found |= {"quiet_tokens_per_s": quiet, "during_tokens_per_s": during}
+    found["ratio"] = round(statistics.mean(during) / statistics.mean(quiet), 4)
+    for shadow in await starting:
+        if isinstance(shadow, BaseException):
+            raise shadow
+        await bench.host.kill(shadow)
+
+
+async def update(bench: Bench, found: dict[str, Any]) -> None:
+    assert bench.main is not None
+    found |= await _give_weights(bench, bench.main)
+
+
+async def _give_weights(bench: Bench, engine: EngineProcess) -> dict[str, Any]:
+    """Seconds that updates take, from another process: in buckets of tensors by handle, and from a folder."""
+    options, folder = bench.options, bench.work / "update"
+
+    async def trainer(*arguments: str) -> list[float]:
+        command = [sys.executable, "-m", "benchmarks.weight_sender", engine.address, "--shape", options.shape]
+        command += ["--device", options.device, "--folder", str(folder), *arguments]
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+        try:
+            said, _ = await process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+        return json.loads(said)["took_s"]
+
+    found: dict[str, Any] = {}
+    found["tensor_s"] = await trainer("--how", "tensor", "--repeat", "6")
+    if not folder.exists():
+        found["save_s"] = await trainer("--how", "save")
+    found["disk_s"] = await trainer("--how", "disk", "--repeat", "3", "--version", "7")
+    return found
+
+
+async def cache(bench: Bench, found: dict[str, Any]) -> None:
+    """A rival: SGLang's own weight cache, from which a new engine takes the weights; its start is the recovery."""
+    from sglang.srt.weight_cache.protocol import get_ready_path
+
+    if bench.main is not None:
+        await bench.host.kill(bench.main)
+        bench.main = None
+    await bench.close()
+    ready = Path(get_ready_path(0))
+    command = [sys.executable, "-m", "sglang.srt.weight_cache.daemon", "--load-format", "dummy"]
+    command += ["--gpu-id", "0", "--tp-size", "1", "--model-path", str(bench.work / f"model-{bench.options.shape}")]
+    began_s = time.monotonic()
+    with (bench.logs / "weight-cache.log").open("ab") as log:
+        daemon = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=bench.environment())
+    try:
+        while not ready.exists():
+            if daemon.returncode is not None:
+                raise RuntimeError("SGLang's weight cache did not start; see weight-cache.log")
+            await asyncio.sleep(0.1)
+        found["daemon_start_s"] = round(time.monotonic() - began_s, 2)
+        host = bench.make_host(None, "--weight-cache-mode", "client")
+        began_s = time.monotonic()
+        engine = await host.start("cached", "main")
+        found["start_s"] = round(time.monotonic() - began_s, 2)
+        await host.kill(engine)
+    finally:
+        if daemon.returncode is None:
+            daemon.kill()
+            await daemon.wait()
+
+
 async def plain(bench: Bench, found: dict[str, Any]) -> None:
     if bench.main is not None:
         await bench.host.kill(bench.main)
+        bench.main = None
     await bench.close()  # its arena and a plain engine's cache may not fit beside each other
     host = bench.make_host(None)
     began_s = time.monotonic()
@@ -60,4 +146,7 @@ async def plain(bench: Bench, found: dict[str, Any]) -> None:
     bench.save()
     found |= without_tokens(await bench.throughput(plain_engine))
     found["again"] = without_tokens(await bench.throughput(plain_engine))
+    if "update" in bench.results["stages"]:
+        bench.save()
+        found["update"] = await _give_weights(bench, plain_engine)
     await host.kill(plain_engine)

@@ -69,6 +69,36 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Qwen3's published shapes (4B and 32B), and a tiny one for the CPU."""
 
 
+def checkpoint_weights(shape: str, seed: int, device: str) -> dict[str, Any]:
+    """Varied weights under the names of a Hugging Face checkpoint, the same for one seed and kind of device."""
+    import torch
+
+    sizes = SHAPES[shape]
+    hidden, wide, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    heads = sizes["num_attention_heads"] * sizes["head_dim"]
+    kv_heads = sizes["num_key_value_heads"] * sizes["head_dim"]
+    dtype = getattr(torch, sizes["torch_dtype"])
+    places: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not sizes["tie_word_embeddings"]:
+        places["lm_head.weight"] = (vocabulary, hidden)
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        places |= {f"{at}.input_layernorm.weight": (hidden,), f"{at}.post_attention_layernorm.weight": (hidden,)}
+        places |= {f"{at}.self_attn.{name}_norm.weight": (sizes["head_dim"],) for name in "qk"}
+        places |= {f"{at}.self_attn.q_proj.weight": (heads, hidden), f"{at}.self_attn.o_proj.weight": (hidden, heads)}
+        places |= {f"{at}.self_attn.{name}_proj.weight": (kv_heads, hidden) for name in "kv"}
+        places |= {f"{at}.mlp.{name}_proj.weight": (wide, hidden) for name in ("gate", "up")}
+        places[f"{at}.mlp.down_proj.weight"] = (hidden, wide)
+    weights: dict[str, Any] = {}
+    for number, (name, place) in enumerate(places.items()):
+        weights[name] = tensor = torch.empty(place, dtype=dtype, device=device)
+        _vary(name, tensor, seed * 10_000 + number)
+    return weights
+
+
 def write_model(folder: Path, shape: str) -> Path:
     """A model folder with a configuration and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +113,7 @@ def write_plugins(folder: Path) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: belayer-bench\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\nbelayer = belayer.gpu.plugin:register\n"
-        "belayer_bench = benchmarks.sglang_shapes:register\n"
+        "belayer_bench = benchmarks.sglang_shapes:register\nbelayer_zombie = benchmarks.zombie:register\n"
     )
     return folder
 
@@ -104,11 +134,17 @@ def _varied_weights(model: Any, *_: Any, **__: Any) -> None:
     for number, (name, tensor) in enumerate(model.state_dict().items()):
         if not torch.is_floating_point(tensor):
             continue
-        generator = torch.Generator(device=tensor.device).manual_seed(1234 + number)
-        if tensor.dim() < 2:
-            tensor.fill_(1.0)
-        elif "embed" in name or "lm_head" in name:
-            tensor.normal_(0.0, 0.25, generator=generator)
-            tensor[_END_TOKEN].zero_()  # its logit is 0, far below the best: no stream ends by itself
-        else:
-            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+        _vary(name, tensor, 1234 + number)
+
+
+def _vary(name: str, tensor: Any, seed: int) -> None:
+    import torch
+
+    generator = torch.Generator(device=tensor.device).manual_seed(seed)
+    if tensor.dim() < 2:
+        tensor.fill_(1.0)
+    elif "embed" in name or "lm_head" in name:
+        tensor.normal_(0.0, 0.25, generator=generator)
+        tensor[_END_TOKEN].zero_()  # its logit is 0, far below the best: no stream ends by itself
+    else:
+        tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)

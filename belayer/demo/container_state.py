@@ -41,17 +41,16 @@ class ContainerState(NamedTuple):
     files: dict[str, FileState]
     processes: list[str]
     """Command lines below process 1, children after their parent and indented by two blanks a level."""
-    witness: WitnessState | None
-    """None: the container has none."""
+    witness: WitnessState
 
 
 Digests = dict[tuple[str, int, int, int], str]
 """Contents that were read before, by path, inode, ctime in ns and size: most of a container is its image."""
 
 
-async def read_container(pid: int, known: Digests, *, watched: bool = True) -> ContainerState:
+async def read_container(pid: int, known: Digests) -> ContainerState:
     """The state of the container whose process 1 is `pid` on this host. WitnessError when its witness is gone."""
-    witness = await ask(pid) if watched else None
+    witness = await ask(pid)
     files = await asyncio.to_thread(read_files, pid, known)
     return ContainerState(files, process_tree(pid), witness)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from belayer import ids
 from belayer.demo import packages, recording
@@ -29,10 +27,6 @@ class Subject:
     @property
     def name(self) -> str:
         return self.chat.recording.name
-
-    def unwatched(self) -> Subject:
-        """The same without a witness: its containers then hold nothing but files most of the time."""
-        return replace(self, spec=msgspec.structs.replace(self.spec, setup=()))
 
 
 def read_subjects(folder: Path, failures: int) -> list[Subject]:
@@ -61,4 +55,5 @@ async def with_image(subject: Subject, say: Callable[[str], None]) -> Subject:
     package, version = subject.package
     say(f"testbed of {package} {version}")
     image = await asyncio.to_thread(build_testbed, package, version, say=say)
-    return replace(subject, spec=msgspec.structs.replace(subject.spec, image=image))
+    spec = subject.spec
+    return Subject(subject.chat, subject.package, SandboxSpec(image, spec.workdir, spec.environment, spec.setup))

@@ -145,10 +145,11 @@ class ArenaDesk:
             raise ArenaRefusedError(f"{request.incarnation} is not armed; arm it first")
         if self._promotion is not None:
             raise ArenaRefusedError(f"{self._promotion.request.incarnation} is being promoted")
-        if self.holder is not None and self.holder.alive and not self.holder.dying:
-            if not request.kill_old:
+        if self.holder is not None and self.holder.alive:
+            if not request.kill_old and not self.holder.dying:
                 raise LeaseHeldError(self.holder.incarnation, self.holder.pid, self.epoch)
-            self.holder.kill()
+            if request.kill_old:
+                self.holder.kill()  # also when it is dying: a process may outlive its scheduler's thread
         self._promotion = _Promotion(asked_by, request, shadow)
         self._advance()
 
@@ -240,7 +241,8 @@ class ArenaDesk:
         promotion.granted_s = time.monotonic()
         last_epoch = last.epoch if last else 0
         adopt = promotion.request.adopt
-        shadow.answer(wire.Granted(self.epoch, last_epoch, adopt, writable, quarantined, follow), fds)
+        version = self._weights.state.version
+        shadow.answer(wire.Granted(self.epoch, last_epoch, version, adopt, writable, quarantined, follow), fds)
 
     def _becomes_holder(self, peer: Peer, books: Books, *, may_write: bool) -> None:
         """Under a new epoch. The caller has seen to it that nobody holds the lease, or that it waits to write."""

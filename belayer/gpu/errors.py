@@ -54,7 +54,7 @@ class TornWeightsError(ArenaError):
     def __init__(self, version: int, writer: str) -> None:
         super().__init__(
             f"the weights are torn: {writer} began version {version} and did not commit it; "
-            "start an engine, which loads them anew, then publish the current version"
+            "start a main, which loads them anew, then publish the current version"
         )
         self.version = version
         self.writer = writer

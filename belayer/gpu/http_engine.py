@@ -24,6 +24,8 @@ RESUME_KEY = "belayer_resume"
 """In a request's `custom_params`: [its id on the dead engine, number of tokens that the caller has]."""
 RESUME_UNKNOWN = "does not know the request that is resumed"
 """In the message of the abort with which the plugin answers a resumption that it cannot complete."""
+WEIGHT_VERSIONS_KEY = "belayer_weight_versions"
+"""In a response's `meta_info`: the version of the weights that each token came from, from Belayer's plugin."""
 _RESUME_TAIL_TOKENS = 32
 
 
@@ -73,12 +75,12 @@ class HttpEngine:
                 if response.status != 200:
                     raise self._refusal(response.status, await response.read())
                 async for event in self._events(response):
-                    batch = self._batch(event, received)
-                    received += len(batch.token_ids)
-                    if batch.token_ids or batch.finish_reason is not None:
-                        yield batch
-                    if batch.finish_reason is not None:
-                        return
+                    for batch in self._batches(event, received):
+                        received += len(batch.token_ids)
+                        if batch.token_ids or batch.finish_reason is not None:
+                            yield batch
+                        if batch.finish_reason is not None:
+                            return
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             what = str(error) or type(error).__name__
             raise self._failed(f"the stream broke after {received} tokens ({what})") from None
@@ -105,8 +107,11 @@ class HttpEngine:
                 except msgspec.DecodeError as error:
                     raise self._failed(f"sent what is no event: {error}") from None
 
-    def _batch(self, event: dict[str, Any], received: int) -> TokenBatch:
-        """The tokens that are new in this event: the last `completion_tokens - received` of those that it carries."""
+    def _batches(self, event: dict[str, Any], received: int) -> list[TokenBatch]:
+        """The tokens that are new in this event: the last `completion_tokens - received` of those that it carries.
+
+        One batch for each version of the weights; mostly that is one.
+        """
         if "error" in event:
             raise self._refusal(int(event["error"].get("code", 500)), msgspec.json.encode(event))
         try:
@@ -117,6 +122,7 @@ class HttpEngine:
             logprobs = [float(entry[0]) for entry in entries[len(entries) - fresh :]] if fresh > 0 else []
             finish = info["finish_reason"]
             version = str(info.get("weight_version", "0"))
+            versions = [int(one) for one in info.get(WEIGHT_VERSIONS_KEY, ())]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self._failed(f"sent an event without what Belayer needs ({error!r})") from None
         if fresh < 0 or not len(token_ids) == len(logprobs) == fresh:
@@ -126,7 +132,16 @@ class HttpEngine:
             kind = str(finish["type"])
             if kind == "abort":
                 raise self._failed(f"aborted the request: {finish.get('message', 'no reason given')}")
-        return TokenBatch(token_ids, logprobs, int(version) if version.isdecimal() else 0, kind)
+        versions = versions[len(versions) - fresh :] or [int(version) if version.isdecimal() else 0] * fresh
+        if len(versions) != fresh:
+            raise self._failed(f"sent {len(versions)} weight versions where {fresh} tokens were new")
+        starts = [0, *(n for n in range(1, fresh) if versions[n] != versions[n - 1])]
+        batches: list[TokenBatch] = []
+        for start, end in zip(starts, [*starts[1:], fresh], strict=True):
+            finish_reason = kind if end == fresh else None
+            weight_version = versions[start] if fresh else 0
+            batches.append(TokenBatch(token_ids[start:end], logprobs[start:end], weight_version, finish_reason))
+        return batches
 
     def _refusal(self, status: int, body: bytes) -> Exception:
         try:

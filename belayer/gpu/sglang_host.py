@@ -32,7 +32,7 @@ from belayer.processes import host_name, is_alive, kill, start_ticks, wait_exit
 
 _LOG_TAIL_BYTES = 1500
 _LAST_LINE_BYTES = 300
-_PHASES = {"prove": "prove_s", "map": "map_s", "adopt": "adopt_s"}
+_PHASES = {"prove": "prove_s", "map": "map_s", "adopt": "adopt_s", "wait": "wait_s", "unlock": "unlock_s"}
 """Phases of a handover, in order, and what the memory server and the shadow call them."""
 _LOOK_EVERY_S = 0.25
 _IDLE_LOOKS = 3

@@ -1,7 +1,7 @@
 """Lends the weights: to one writer at a time, and to readers only when a writer has committed them.
 
 Invariant: `ready` is said only of weights that were committed whole. A writer that dies leaves them `torn`, and only
-an engine that loads everything anew makes them ready again.
+a main that loads everything anew makes them ready again; a shadow is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class WeightsDesk:
         if self.state.state == "writing":
             self._waiting.append((peer, request))
             return
+        if self.state.state == "torn" and peer.role == "shadow":
+            raise self.torn()
         if self._region is None:
             self._memory = self._owner.create(request.size_bytes)
             self._region = wire.Region(request.spec, request.size_bytes)
@@ -76,7 +78,7 @@ class WeightsDesk:
                 continue
             try:
                 self.open(peer, request)
-            except GeometryMismatchError as error:
+            except (GeometryMismatchError, TornWeightsError) as error:
                 peer.answer(wire.refusal(error))
 
 

@@ -168,12 +168,14 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """Order to an armed shadow: it is the holder, and adopts what the one of `last_epoch` proved.
 
-    `writable`: the KV comes, to be written now; otherwise it comes with Released. `quarantined`: the last holder is
-    still dying and may write where it could. `follow`: the last holder's slot table and ledger come, as with Follow.
+    `weights_version`: that of the weights, which it has mapped. `writable`: the KV comes, to be written now; otherwise
+    it comes with Released. `quarantined`: the last holder is still dying and may write where it could. `follow`: the
+    last holder's slot table and ledger come, as with Follow.
     """
 
     epoch: int
     last_epoch: int
+    weights_version: int
     adopt: bool
     writable: bool
     quarantined: bool

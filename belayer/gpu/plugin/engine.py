@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from belayer.gpu import wire
+from belayer.gpu.http_engine import WEIGHT_VERSIONS_KEY
+from belayer.gpu.huge_pages import collapse
 from belayer.gpu.ledger import Entry, Ledger, request_digest
 from belayer.gpu.plugin.adoption import Adopted, adopt
 from belayer.gpu.plugin.cache import Cache
@@ -32,6 +34,8 @@ _log = logging.getLogger("belayer")
 _STEPS_WITHOUT_RELEASE = 16
 """A new main takes over early only if its predecessor's reserve lasts for so many tokens of each request."""
 _RELEASE_TIMEOUT_S = 30.0
+_GATHER_S, _QUIET_S = 0.06, 0.005
+"""After a handover the first batch waits so long for all resuming requests, or until so long none has come."""
 
 
 class Engine:
@@ -46,18 +50,22 @@ class Engine:
         self._slots: Slots | None = None
         self._resumption = Resumption()
         self._written: dict[int, tuple[str, int]] = {}
-        self._steps: deque[int] = deque()
+        self._steps: deque[tuple[int, int]] = deque()
+        """Launched and not processed: their tokens, and the version of the weights that they run with."""
+        self._step_version = 0
         self._held: list[Any] = []
         self._arm_with: int | None = None
-        self._granted_s = 0.0
+        self._adopted_s = 0.0
         self._facts: dict[str, float] = {}
         self._served_s = 0.0
+        self._gathering = False
         self._decoding = False
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def loop_starts(self, scheduler: Any) -> None:
         """Before Scheduler.run_event_loop: everything is built, nothing has been served."""
+        collapse()
         self._slots = Slots(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
         if self._cache.epoch:
             self._facts = self._take_over(scheduler, adopting=True, quarantined=False)
@@ -113,23 +121,27 @@ class Engine:
         rehearse(self._slots, tree, allocator, scheduler.req_to_token_pool.req_to_token)
         scheduler.flush_cache()
         self._cache.drop_scratch(kv_fd)
+        in_huge_pages = collapse()
         self._phase = "armed"
-        self._link.client.tell(wire.Armed({"arm_s": time.monotonic() - began_s, **_device_memory(scheduler)}))
+        facts = {"arm_s": time.monotonic() - began_s, "huge_pages_gb": in_huge_pages / 1e9}
+        self._link.client.tell(wire.Armed(facts | _device_memory(scheduler)))
         _log.info("belayer: armed")
 
     # --- the handover -------------------------------------------------------------------------------------------
 
     def _handover(self, scheduler: Any, granted: wire.Granted, fds: list[int]) -> None:
-        began_s = self._granted_s = time.monotonic()
+        began_s = time.monotonic()
         cache = self._cache
         cache.epoch, cache.last_epoch = granted.epoch, granted.last_epoch
+        self._weights.version = granted.weights_version
         if granted.follow:
             cache.follow(fds[-2:])
         if granted.writable:
             cache.may_write(fds[0])
         mapped_s = time.monotonic()
         self._facts = self._take_over(scheduler, adopting=granted.adopt, quarantined=granted.quarantined)
-        self._facts |= {"map_s": mapped_s - began_s, "adopt_s": time.monotonic() - mapped_s}
+        self._adopted_s = time.monotonic()
+        self._facts |= {"map_s": mapped_s - began_s, "adopt_s": self._adopted_s - mapped_s}
         if granted.writable:
             self._serve()
 
@@ -138,7 +150,7 @@ class Engine:
         if released.writable:
             began_s = time.monotonic()
             self._cache.may_write(fds[0])
-            self._facts |= {"wait_s": began_s - self._granted_s, "unlock_s": time.monotonic() - began_s}
+            self._facts |= {"wait_s": began_s - self._adopted_s, "unlock_s": time.monotonic() - began_s}
             self._serve()
         else:
             self._end_quarantine()
@@ -158,18 +170,22 @@ class Engine:
         adopting = adopting and scheduler.ps.tp_size == 1
         slots = self._slots
         adopted = Adopted(0, 0)
+        facts: dict[str, float] = {}
         entries: list[Entry] = []
         if (last_holder := cache.last_holder()) is not None:
             last, table = last_holder
+            began_s = time.monotonic()
             entries = list(last.proven(cache.last_epoch)) if adopting else []
+            facts["read_s"] = time.monotonic() - began_s
             reserved = last.reserved(cache.last_epoch)
             if quarantined and len(reserved) < _STEPS_WITHOUT_RELEASE * max(1, len(entries)):
-                self._await_release()
+                self._receive_release()
                 quarantined = False
             reserve = torch.frombuffer(reserved, dtype=torch.int64) if reserved else torch.empty(0, dtype=torch.int64)
             reserve = reserve.to(table.device)
             if entries:
                 adopted = adopt(tree, allocator, table, entries, reserve)
+            facts["tree_s"] = time.monotonic() - began_s - facts["read_s"]
             if quarantined:
                 slots.quarantine(reserve)
         cache.ledger.begin(cache.epoch)
@@ -177,8 +193,9 @@ class Engine:
         if not quarantined:
             cache.ledger.reserve(slots.keep_reserve())
         self._resumption.learn(entries if adopted.tokens else ())
-        self._phase = "waiting"
-        return {"adopted_tokens": adopted.tokens, "adopted_requests": adopted.requests, "early": float(quarantined)}
+        self._phase, self._gathering = "waiting", True
+        facts |= {"adopted_tokens": adopted.tokens, "adopted_requests": adopted.requests, "early": float(quarantined)}
+        return facts
 
     def _end_quarantine(self) -> None:
         """Set a reserve of our own aside for whoever comes next."""
@@ -186,36 +203,41 @@ class Engine:
         self._slots.release_quarantine()
         self._ledger.reserve(self._slots.keep_reserve())
 
-    def _await_release(self) -> None:
-        """Wait for the last holder's death; the lease was granted early and early is of no use."""
+    def _receive_release(self) -> tuple[wire.Released, list[int]]:
+        """Wait for the last holder's death."""
         fd = self._link.client.fileno()
         readable, _, _ = select.select([fd], [], [], _RELEASE_TIMEOUT_S)
         received = self._link.client.order() if readable else None
         if received is None or not isinstance(received[0], wire.Released):
             _log.error("belayer: the last holder did not die within %.0f s; giving up", _RELEASE_TIMEOUT_S)
             os._exit(3)
+        return received[0], received[1]
 
     # --- the ledger ---------------------------------------------------------------------------------------------
 
     def step_begins(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-        """Before Scheduler.run_batch."""
+        """Before Scheduler.run_batch. What is to be run is ready; nothing of it runs before the KV may be written."""
+        if self._phase == "waiting":
+            self._released(*self._receive_release())
+        self._gathering = False
+        self._weights.are_used()
         if self._ledger is not None:
             tokens = int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else len(batch.reqs)
-            self._steps.append(tokens)
+            self._steps.append((tokens, self._weights.version))
             self._ledger.begin_step(tokens)
             if self._served_s:
                 self._say_soon(f"a batch of {len(batch.reqs)}")
-        self._weights.are_used()
 
     def step_ends(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         """Before Scheduler.process_batch_result."""
         self._decoding = batch.forward_mode.is_decode()
+        self._step_version = self._steps[0][1] if self._steps else self._weights.version
 
     def step_ended(self, result: None, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         """After Scheduler.process_batch_result."""
         self._decoding = False
         if self._ledger is not None:
-            self._ledger.end_step(self._steps.popleft() if self._steps else 0)
+            self._ledger.end_step(self._steps.popleft()[0] if self._steps else 0)
 
     def tokens_go_out(self, streamer: Any, requests: list[Any], *_: Any, **__: Any) -> None:
         """Before the output streamer: the tokens are sampled, so the KV before them is complete.
@@ -223,13 +245,14 @@ class Engine:
         Only after decode steps: after a prefill the device may still have to move a row's slots (SGLang merges equal
         prefixes then), and by the next decode step it has.
         """
+        self._say_versions(requests)
         ledger = self._ledger
         if ledger is None or not self._decoding:
             return
         if self._served_s:
             self._say_soon(f"tokens of {len(requests)}")
             self._served_s = 0.0
-        written, version = self._written, self._weights.version
+        written, version = self._written, self._step_version
         for request in requests:
             row, output = request.req_pool_idx, request.output_ids
             if row is None or not output or request.extra_key is not None:
@@ -244,6 +267,14 @@ class Engine:
             elif known[1] < total:
                 ledger.write(row, request_digest(request.rid), known[1], output[known[1] - len(prompt) :], version)
             written[row] = (request.rid, total)
+
+    def _say_versions(self, requests: list[Any]) -> None:
+        """Each token goes out with the version of the weights that it came from (in its request's meta_info)."""
+        for request in requests:
+            if request.customized_info is None:
+                request.customized_info = {}
+            versions = request.customized_info.setdefault(WEIGHT_VERSIONS_KEY, [])
+            versions += [self._step_version] * (len(request.output_ids) - len(versions))
 
     def _say_soon(self, what: str) -> None:
         """For the log: what is done first after a handover, and how soon."""
@@ -269,18 +300,26 @@ class Engine:
     ) -> Any:
         """Around the choice of the next prefill: requests that need none join the decode batch first.
 
-        Until the KV may be written nothing is chosen.
+        After a handover the first batch is all that were running: one that comes while a step runs waits for its end.
         """
-        if self._phase == "waiting":
+        if self._gathering and not self._has_gathered():
             return None, running_batch
         return original(scheduler, running_batch=self._resumption.join(scheduler, running_batch), **named)
+
+    def _has_gathered(self) -> bool:
+        if self._resumption.all_came:
+            return True
+        if self._phase == "waiting":
+            return False
+        now_s = time.monotonic()
+        return now_s - self._served_s > _GATHER_S or now_s - self._resumption.came_s > _QUIET_S
 
     def cache_flushed(self, original: Callable[..., bool], scheduler: Any, *arguments: Any, **named: Any) -> bool:
         """Around Scheduler.flush_cache: what is set aside does not outlive the tree, and is set aside again."""
         if self._slots is None or self._ledger is None:
             return original(scheduler, *arguments, **named)
         if self._slots.quarantined:
-            self._await_release()
+            self._receive_release()
             self._end_quarantine()
         self._ledger.reserve(())
         flushed = original(scheduler, *arguments, **named)
@@ -292,7 +331,10 @@ class Engine:
     def weights_updated(self, original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         """Around SGLang's weight updates; the loop is silent for as long as one takes."""
         if self._ledger is None:
-            return original(manager, recv_req)
+            from sglang.srt.managers import io_struct
+
+            answer = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
+            return answer(success=False, message="this engine is a shadow: it has the weights that its main is given")
         self._ledger.excuse(True)
         try:
             return self._weights.update(original, manager, recv_req)

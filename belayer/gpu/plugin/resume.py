@@ -11,6 +11,7 @@ from __future__ import annotations
 # torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
 # pyright: reportMissingImports=false
 import logging
+import time
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -27,10 +28,19 @@ class Resumption:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._waiting: set[str] = set()
+        self._missing: set[int] = set()
+        self.came_s = 0.0
+
+    @property
+    def all_came(self) -> bool:
+        """Whether a caller has come back for every request."""
+        return not self._missing
 
     def learn(self, entries: Iterable[Entry]) -> None:
         """The ledger's entries at the handover; those of an earlier one are forgotten."""
         self._entries = {entry.request: entry for entry in entries}
+        self._missing = set(self._entries)
+        self.came_s = time.monotonic()
 
     def completed(self, scheduler: Any, requests: Iterable[Any]) -> list[Any]:
         """The same requests, resuming ones with their whole prefix; one that the ledger does not know is aborted."""
@@ -43,7 +53,10 @@ class Resumption:
         old_id, have = custom[RESUME_KEY]
         known = have - len(recv_req.input_ids)
         if known > 0:
-            entry = self._entries.get(request_digest(str(old_id)))
+            digest = request_digest(str(old_id))
+            self._missing.discard(digest)
+            self.came_s = time.monotonic()
+            entry = self._entries.get(digest)
             if entry is None or len(entry.token_ids) < known:
                 _abort(scheduler, recv_req, f"this engine {RESUME_UNKNOWN} ({old_id} at token {have})")
                 return False
@@ -125,6 +138,8 @@ def _decode_batch(scheduler: Any, requests: list[Any]) -> Any:
         request.cached_tokens += length
         request.already_computed = length
         request.set_extend_range(length, length)
+        if request.return_logprob:  # a prefill would have: otherwise one after a retraction takes itself for the first
+            scheduler.batch_result_processor.logprob_result_processor._initialize_empty_logprob_containers(request)
         request.time_stats.set_prefill_finished_time()
     device = batch.device
     batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)

@@ -13,6 +13,7 @@ from __future__ import annotations
 # pyright: reportMissingImports=false
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ from belayer.gpu.plugin.layout import Layout, build_without_memory
 from belayer.gpu.plugin.link import Link
 
 _log = logging.getLogger("belayer")
+_NOTHING_WRITTEN = "Failed to get "
+"""How SGLang's message begins when an update failed before it had any weights to write."""
 
 
 class _Update:
@@ -88,12 +91,18 @@ class Weights:
     # --- updates ------------------------------------------------------------------------------------------------
 
     def update(self, original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-        """Around SGLang's update calls. One that fails leaves the version begun; the next one may finish it."""
+        """Around SGLang's update calls. One that fails after its first write leaves the version begun.
+
+        The next one may finish it; weights that are half of one version are not served (`are_used`).
+        """
         named = str(getattr(recv_req, "weight_version", None) or "")
         self._begin(int(named) if named.isdecimal() else None)
         result = original(manager, recv_req)
         assert self._update is not None
-        if not result.success:
+        if not result.success and result.message.startswith(_NOTHING_WRITTEN):
+            self._update.version = self.version
+            self._commit_update()
+        elif not result.success:
             self._update.failed = True
         elif getattr(recv_req, "flush_cache", False):
             self._commit_update()
@@ -101,7 +110,10 @@ class Weights:
 
     def are_used(self) -> None:
         """A forward pass begins: weights that were updated and not yet committed are what is served from here on."""
-        if self._update is not None and not self._update.failed:
+        if self._update is not None and self._update.failed:
+            _log.error("belayer: the update to version %d failed half way: this engine ends", self._update.version)
+            os._exit(4)  # the memory server then says `torn`, and whoever watches starts another main
+        if self._update is not None:
             self._commit_update()
 
     def _begin(self, version: int | None) -> None:
