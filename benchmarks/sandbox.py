@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,61 @@ async def runc_round(size_mb: int) -> dict[str, float]:
         return made
 
 
+class Podman:
+    """Podman's checkpoint and restore, with runc (its other runtime, crun, comes without CRIU on Debian) and our CRIU.
+
+    Its images and containers lie in a folder of their own, removed at the end.
+    """
+
+    def __init__(self) -> None:
+        folder = default_home() / "benchmark-podman"
+        self._folder = folder
+        self._words = ["env", f"PATH={default_home() / 'criu'}:{os.environ['PATH']}", "podman", "--runtime", "runc"]
+        self._words += ["--root", str(folder / "root"), "--runroot", str(folder / "run")]
+
+    async def __aenter__(self) -> Podman:
+        self._folder.mkdir(exist_ok=True)
+        image = self._folder / "image.tar"
+        await command("docker", "save", "--output", str(image), IMAGE)
+        await self._do("load", "--input", str(image))
+        image.unlink()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(RuntimeError):
+            await self._do("rm", "--all", "--force", "--time", "0")
+            await self._do("rmi", "--all", "--force")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def round(self, size_mb: int) -> dict[str, float]:
+        limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]  # podman's own need more rights
+        name = f"benchmark-{os.urandom(4).hex()}"
+        await self._do(
+            *("run", "--detach", "--name", name, "--network", "none", *limits, IMAGE, "python3", "-c", BALLAST),
+            str(size_mb),
+        )
+        made: dict[str, float] = {}
+        try:
+            pid = int(await self._do("inspect", "--format", "{{.State.Pid}}", name))
+            await self._do("exec", name, "sh", "-c", "until [ -e /tmp/up ]; do sleep 0.01; done")
+
+            async def checkpoint() -> None:
+                made["total_s"] = await timed(self._do("container", "checkpoint", "--leave-running", name))
+
+            made["stood_s"] = await after_gap(pid, checkpoint)
+            await self._do("container", "checkpoint", name)  # it restores only what it has stopped itself
+            began = time.perf_counter()
+            await self._do("container", "restore", name)
+            await self._do("exec", name, "true")
+            made["restore_s"] = time.perf_counter() - began
+        finally:
+            await self._do("rm", "--force", "--time", "0", name)
+        return made
+
+    async def _do(self, *words: str) -> str:
+        return await command(*self._words, *words)
+
+
 async def our_round(ours: Ours, size_mb: int) -> dict[str, float]:
     sandbox = await ours.start(
         f"cat > /tmp/ballast.py <<'END'\n{BALLAST}\nEND\n"
@@ -227,15 +282,17 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"processes": {}, "quiet": {}, "left_out": {}}
-    if shutil.which("podman") is None:
-        found["left_out"]["podman"] = "not installed"
-    async with open_host(spares=1) as host:
+    async with open_host(spares=1) as host, AsyncExitStack() as stack:
         ours = Ours(host)
         ways: dict[str, Callable[[int], Coroutine[Any, Any, dict[str, float]]]] = {
             "ours": lambda size_mb: our_round(ours, size_mb),
             "docker": docker_round,
             "runc": runc_round,
         }
+        if shutil.which("podman") is None:
+            found["left_out"]["podman"] = "not installed"
+        else:
+            ways["podman"] = (await stack.enter_async_context(Podman())).round
         try:
             for size_mb in SIZES_MB[: 2 if options.quick else 3]:
                 rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -289,10 +346,10 @@ def plot(found: dict[str, Any], path: Path) -> bool:
         return False
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
     for axis, key, title in zip(axes, ("stood_s", "restore_s"), ("processes stood, s", "restore, s"), strict=True):
-        for place, way in enumerate(("ours", "runc", "docker")):
+        for place, way in enumerate(("ours", "runc", "podman", "docker")):
             values = [found["processes"][size].get(way, {}).get(key, {}).get("median") for size in found["processes"]]
-            places = [n + (place - 1) * 0.25 for n in range(len(values))]
-            axis.bar(places, [value or 0 for value in values], 0.25, label=way)
+            places = [n + (place - 1.5) * 0.2 for n in range(len(values))]
+            axis.bar(places, [value or 0 for value in values], 0.2, label=way)
         axis.set_xticks(range(len(found["processes"])), [f"{size} MB" for size in found["processes"]])
         axis.set_yscale("log")
         axis.set_title(title)
