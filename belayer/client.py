@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
-from belayer.errors import InputError, LimitError, ProtocolError
+from belayer.errors import InputError, LimitError, MissingKeyError, ProtocolError
 from belayer.ids import trajectory as trajectory_stream
 from belayer.journal.columns import TOKEN_BYTES, pack_logprobs, pack_loss_mask, pack_token_ids
 from belayer.journal.events import (
@@ -100,6 +100,8 @@ class Trajectory:
         while True:
             reader = Reader(store, trajectory_stream(name))
             state = await _until_resumed(reader, deadline, timeout_s)
+            if state.sealed_with:
+                raise MissingKeyError(str(reader.stream), state.sealed_with, [])
             stream_writer, history = await take_over(store, reader.stream, writer, reader=reader, limits=limits)
             state = fold(history, state)
             if state.phase != "recovering":

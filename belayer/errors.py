@@ -96,6 +96,29 @@ class UnknownEventError(CodecError):
         self.tag = tag
 
 
+class MissingKeyError(JournalError):
+    """A payload is sealed with a key that this process does not have."""
+
+    def __init__(self, where: str, key: str, known: list[str]) -> None:
+        have = f"the keys here are {', '.join(known)}" if known else "there is no key here"
+        super().__init__(f"{where}: sealed with key {key!r}; {have}; name it in BELAYER_ENCRYPTION_KEYS")
+        self.where = where
+        self.key = key
+        self.known = known
+
+
+class WrongKeyError(JournalError):
+    """A sealed payload does not open with the key of its name."""
+
+    def __init__(self, where: str, key: str) -> None:
+        super().__init__(
+            f"{where}: key {key!r} does not open it: another key has this name here, or the bytes were changed "
+            "(`belayer audit` tells, without a key)"
+        )
+        self.where = where
+        self.key = key
+
+
 class DamagedJournalError(JournalError):
     """A stream whose digests, sequences or epochs do not hang together; `belayer audit` names every place."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from belayer.journal.columns import TOKEN_ID_BYTES, unpack_logprobs, unpack_token_ids
-from belayer.journal.events import AnyEvent, tag_of
+from belayer.journal.events import AnyEvent, Sealed, tag_of
 
 _TOKENS = ("token_ids", "prompt", "observation")
 _COLUMNS = (*_TOKENS, "logprobs", "loss_mask")
@@ -15,6 +15,8 @@ _COLUMNS = (*_TOKENS, "logprobs", "loss_mask")
 
 def in_words(event: AnyEvent) -> str:
     """`tag field=value ...`; a chunk's columns are left out, for its count is there."""
+    if isinstance(event, Sealed):
+        return f"{in_words(event.event)} (sealed with {event.key})"
     parts = [tag_of(event)]
     for name, value in _fields(event):
         if name == "prompt" or name == "observation":
@@ -26,6 +28,8 @@ def in_words(event: AnyEvent) -> str:
 
 def as_data(event: AnyEvent) -> dict[str, Any]:
     """The fields for JSON, tag first: token columns as lists of numbers, digests in hex."""
+    if isinstance(event, Sealed):
+        return as_data(event.event) | {"sealed_with": event.key}
     data: dict[str, Any] = {"tag": tag_of(event)}
     for name, value in _fields(event):
         if name in _TOKENS:

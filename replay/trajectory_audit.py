@@ -23,6 +23,7 @@ from belayer.journal.events import (
     TrajectoryFinished,
     TrajectoryResumed,
     TrajectoryStarted,
+    readable,
 )
 from belayer.projections.trajectory import EMPTY, Boundary, evolve
 from belayer.projections.trajectory_rules import problem_of
@@ -55,6 +56,7 @@ class TrajectoryAudit:
         self._catch_up()
         if judge:
             self._judge(sequence, event)
+        event = readable(event)
         self._note(sequence, event, judge)
         self._state = evolve(self._state, sequence, _without_payload(event))
         self._follow(sequence)
@@ -84,6 +86,7 @@ class TrajectoryAudit:
         problem = problem_of(self._state, event)
         if problem is None:
             return
+        event = readable(event)
         within = isinstance(event, GenerationResumed | TokensAppended | GenerationFinished)
         if not within or not self._chunks_faulted:
             self._findings.add(sequence, self._check_of(event), problem)

@@ -13,6 +13,7 @@ from belayer.cli.options import ArchiveUrl, Namespace, Url, find_stream, open_jo
 if TYPE_CHECKING:
     from belayer.ids import StreamId
     from belayer.journal.codec import Entry
+    from belayer.journal.sealing import Keyring
 
 HELP = """Print the last events of a stream (kind/name, or a trajectory's bare name), and with --follow the new ones.
 
@@ -50,7 +51,7 @@ async def _tail(
         shown = max(0, last.last_sequence - lines) if last is not None else 0
         while True:
             for entry in (entries := await store.read(stream, shown, _PAGE)):
-                _print(stream, entry, shown, as_json)
+                _print(stream, entry, shown, as_json, store.keyring)
                 shown = entry.last_sequence
             if len(entries) < _PAGE:
                 if not follow:
@@ -59,7 +60,7 @@ async def _tail(
                     pass
 
 
-def _print(stream: StreamId, entry: Entry, after: int, as_json: bool) -> None:
+def _print(stream: StreamId, entry: Entry, after: int, as_json: bool, keyring: Keyring | None) -> None:
     """The entry's events after that sequence."""
     import json
     from datetime import datetime
@@ -70,6 +71,8 @@ def _print(stream: StreamId, entry: Entry, after: int, as_json: bool) -> None:
     for recorded in decode_entry(stream, entry.epoch, entry.last_sequence, entry.body):
         if recorded.sequence <= after:
             continue
+        if keyring is not None:
+            recorded = keyring.open(recorded)
         if as_json:
             place = {
                 "stream": str(stream),

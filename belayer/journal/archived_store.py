@@ -15,6 +15,7 @@ from typing import Any
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.archive import Archive
 from belayer.journal.codec import Entry, decode_entry
+from belayer.journal.sealing import Keyring
 from belayer.journal.store import JournalStore, Subscription
 from belayer.journal.writer import mark_of
 
@@ -25,6 +26,10 @@ class ArchivedStore:
     def __init__(self, live: JournalStore, archive: Archive) -> None:
         self.live = live
         self.archive = archive
+
+    @property
+    def keyring(self) -> Keyring | None:
+        return self.live.keyring
 
     @property
     def durability(self) -> str:

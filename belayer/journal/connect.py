@@ -21,6 +21,7 @@ from belayer.journal.keys import Keys, layout_key
 from belayer.journal.link import LinkLostError, pack
 from belayer.journal.redis_store import RedisStore
 from belayer.journal.route import Routes, parse_routes
+from belayer.journal.sealing import keyring_of
 from belayer.journal.server import REPLY_S
 
 S = TypeVar("S", bound=RedisStore)
@@ -40,11 +41,13 @@ async def open_store(
     timeout_s: float = 30.0,
     waiting_bytes: int = WAITING_BYTES,
     held_bytes: int = HELD_BYTES,
+    encryption: str | None = None,
 ) -> RedisStore:
     """The journal at `url`, else at $BELAYER_JOURNAL_URL, else of an embedded server; `close` it at the end.
 
     `shards` None: as many as the namespace has; a new one gets 1, in a cluster CLUSTER_SHARDS. Of what was
     acknowledged in the last seconds up to `held_bytes` are held, to be stored again when a server has lost them.
+    `encryption`: the reference to the keys of token payloads, else $BELAYER_ENCRYPTION_KEYS (docs/security.md).
     The embedded server keeps its data in `folder`; without one it uses a temporary folder and everything is gone when
     the store is closed. InputError, ServerRefusedError, ServerStartError or JournalUnavailableError, each one line.
     """
@@ -54,12 +57,13 @@ async def open_store(
     if shards is not None and not 1 <= shards <= 1024:
         raise InputError(f"{shards} shards; expected 1 to 1024")
     checked_name(namespace)
+    keyring = keyring_of(encryption)
 
     async def started(at: str, kind: type[S]) -> S:
         routes = parse_routes(at)
         keys = Keys(namespace, shards or await _shards(routes, namespace, min(timeout_s, REPLY_S)))
         limits = {"waiting_bytes": waiting_bytes, "held_bytes": held_bytes}
-        store = kind(routes, keys, mode, replicas=replicas, timeout_s=timeout_s, **limits)
+        store = kind(routes, keys, mode, replicas=replicas, timeout_s=timeout_s, keyring=keyring, **limits)
         try:
             await store.start()
         except BaseException:

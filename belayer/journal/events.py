@@ -333,6 +333,18 @@ class TrainerCheckpointed(Event, frozen=True, array_like=True, tag="trainer-chec
     path: str
 
 
+class Sealed(Event, frozen=True, array_like=True, tag="sealed"):
+    """An event whose payload is encrypted (see `belayer.journal.sealing`): `event` is the rest of it, readable.
+
+    `key` names the key; `sealed` is the ciphertext with its tag, under the nonce of 12 bytes.
+    """
+
+    key: str
+    nonce: bytes
+    sealed: bytes
+    event: TrajectoryStarted | TokensAppended | ActionStarted | ActionCommitted
+
+
 TrajectoryEvent = (
     TrajectoryStarted
     | GenerationStarted
@@ -345,6 +357,7 @@ TrajectoryEvent = (
     | TrajectoryResumed
     | TrajectoryFinished
     | TrajectoryAborted
+    | Sealed
 )
 SandboxEvent = (
     SandboxCreated
@@ -379,6 +392,11 @@ NOTICED = (
 
 RecoveryStarted is not among them: whoever holds the failure's notice is at work, and if he dies that notice goes stale.
 """
+
+
+def readable(event: AnyEvent) -> AnyEvent:
+    """What can be read of the event without a key: of a sealed one all but its payload, which is empty."""
+    return event.event if isinstance(event, Sealed) else event
 
 
 def tag_of(event: AnyEvent) -> str:

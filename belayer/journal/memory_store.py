@@ -16,15 +16,17 @@ from dataclasses import dataclass, field
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
 from belayer.journal.outcome import is_above, refusal, takeover_refusal
+from belayer.journal.sealing import Keyring
 from belayer.journal.store import Notice
 
 
 class MemoryStore:
     """A JournalStore without a server. `clock` (seconds) decides when a notice is stale."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, keyring: Keyring | None = None) -> None:
         self._streams: dict[StreamId, list[Entry]] = {}
         self._control = _Control(clock)
+        self.keyring = keyring
 
     @property
     def durability(self) -> str:

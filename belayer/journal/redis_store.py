@@ -25,6 +25,7 @@ from belayer.journal.held import HELD_BYTES, Loss
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.restoring import read_loss
 from belayer.journal.route import Routes
+from belayer.journal.sealing import Keyring
 from belayer.journal.sending import Sender
 from belayer.journal.server import Server
 from belayer.journal.store import Subscription
@@ -51,7 +52,9 @@ class RedisStore:
         timeout_s: float = 30.0,
         waiting_bytes: int = WAITING_BYTES,
         held_bytes: int = HELD_BYTES,
+        keyring: Keyring | None = None,
     ) -> None:
+        self.keyring = keyring
         self._routes = routes
         self._keys = keys
         self._durability = durability

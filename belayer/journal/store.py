@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
+
+if TYPE_CHECKING:
+    from belayer.journal.sealing import Keyring
 
 
 class Notice(NamedTuple):
@@ -53,6 +56,11 @@ class JournalStore(Protocol):
     @property
     def durability(self) -> str:
         """The named mode: memory, everysec, fsync or replicated."""
+        ...
+
+    @property
+    def keyring(self) -> Keyring | None:
+        """With what readers and writers of this store open and seal payloads; None: not at all."""
         ...
 
     def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Awaitable[None]:

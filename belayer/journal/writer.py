@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from belayer.errors import ArchivedError, DamagedJournalError, FencedError, ProtocolError, WrongSequenceError
 from belayer.ids import StreamId, new_event_id
 from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry, encode_event
-from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, StreamArchived, tag_of
+from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, StreamArchived, readable, tag_of
 from belayer.journal.limits import LIMITS, Limits, check_entry, check_group
 from belayer.journal.store import JournalStore
 
@@ -22,10 +22,14 @@ _NOTICED = frozenset(NOTICED)
 
 
 class Reader:
-    """Reads a stream forward and checks that each event follows the one before: sequence, epoch and digest."""
+    """Reads a stream forward and checks that each event follows the one before: sequence, epoch and digest.
+
+    Sealed payloads are opened with the store's keyring; without one, sealed events come as they are.
+    """
 
     def __init__(self, store: JournalStore, stream: StreamId, *, from_mark: bool = False) -> None:
-        """`from_mark`: where the stream's beginning was archived, begin with what the server still has."""
+        """`from_mark`: as actors read, who need no payloads: where the stream's beginning was archived, begin with what
+        the server still has, and of sealed events take the readable part."""
         self._store = store
         self.stream = stream
         self._from_mark = from_mark
@@ -68,7 +72,10 @@ class Reader:
             self.epoch, self.sequence, self.digest = event.epoch, event.sequence, event.digest
         self.last_entry = entry
         self.size_bytes += len(entry.body)
-        return events
+        if self._from_mark:
+            return [recorded._replace(event=readable(recorded.event)) for recorded in events]
+        keyring = self._store.keyring
+        return events if keyring is None else [keyring.open(recorded) for recorded in events]
 
 
 def mark_of(events: Iterable[Recorded]) -> StreamArchived | None:
@@ -125,15 +132,18 @@ class StreamWriter:
         if self._uncertain is not None:
             raise ProtocolError(f"{self.stream}: an earlier append has no known outcome; call retry() first")
         now_ns = time.time_ns() if time_ns is None else time_ns
+        said = events
+        if (keyring := self._store.keyring) is not None:
+            events = tuple(keyring.seal(self.stream, event) for event in events)
         if len(events) == 1:
             entry = encode_event(self.epoch, self.sequence, self._digest, events[0], new_event_id(), now_ns)
         else:
             check_group(self._limits, self.stream, events)
             event_ids = [new_event_id() for _ in events]
             entry, _ = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
-        check_entry(self._limits, self.stream, events, entry, self._stream_bytes)
+        check_entry(self._limits, self.stream, said, entry, self._stream_bytes)
         self._notice = None
-        for event in events:
+        for event in said:
             if type(event) in _NOTICED:
                 self._notice = tag_of(event)
                 break

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from belayer.errors import MissingKeyError, ProtocolError
 from belayer.journal.codec import Recorded
 from belayer.journal.columns import unpack_logprobs, unpack_token_ids
 from belayer.journal.events import (
@@ -25,6 +26,7 @@ from belayer.journal.events import (
     GenerationStarted,
     RecoveryStarted,
     Rewound,
+    Sealed,
     TokensAppended,
     TrajectoryAborted,
     TrajectoryFinished,
@@ -57,7 +59,9 @@ class Generation(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
     def token_ids(self) -> list[int]:
-        """`count` token ids."""
+        """`count` token ids. ProtocolError when they are sealed and were not opened."""
+        if self.count and not any(chunk.token_ids for chunk in self.chunks):
+            raise ProtocolError("the generation's tokens are sealed; open the journal with its encryption keys")
         return unpack_token_ids(b"".join(chunk.token_ids for chunk in self.chunks))
 
     def logprobs(self) -> list[float]:
@@ -101,6 +105,8 @@ class TrajectoryState(msgspec.Struct, frozen=True):
     sandbox_incarnation: str = ""
     reason: str = ""
     reward: float | None = None
+    sealed_with: str = ""
+    """The key without which payloads are empty here; empty when all payloads are."""
 
     @property
     def boundary(self) -> Boundary:
@@ -119,6 +125,8 @@ class TrajectoryState(msgspec.Struct, frozen=True):
 
     def context(self) -> list[int]:
         """Token ids of the live prefix: prompt, generations and observations in order, the unfinished one included."""
+        if self.sealed_with:
+            raise MissingKeyError("the trajectory", self.sealed_with, [])
         packed = [self.prompt]
         for segment in self.segments:
             match segment:
@@ -205,6 +213,8 @@ def evolve(state: TrajectoryState, sequence: int, event: AnyEvent) -> Trajectory
             return replace(state, phase="aborted", sequence=sequence, reason=event.reason)
         case EpochStarted():
             return replace(state, sequence=sequence, epoch=event.epoch)
+        case Sealed():
+            return replace(evolve(state, sequence, event.event), sealed_with=event.key)
         case _:
             return replace(state, sequence=sequence)
 

@@ -17,19 +17,25 @@ from belayer.journal.events import (
     GenerationStarted,
     RecoveryStarted,
     Rewound,
+    Sealed,
     StreamArchived,
     TokensAppended,
     TrajectoryAborted,
     TrajectoryFinished,
     TrajectoryResumed,
     TrajectoryStarted,
+    readable,
     tag_of,
 )
 from belayer.projections.trajectory import Boundary, TrajectoryState
 
 
 def problem_of(state: TrajectoryState, event: AnyEvent) -> str | None:
-    """Why `event` may not come next in a trajectory's stream; None when it may."""
+    """Why `event` may not come next in a trajectory's stream; None when it may. Sealed columns are not measured."""
+    return _problem_of(state, readable(event), isinstance(event, Sealed))
+
+
+def _problem_of(state: TrajectoryState, event: AnyEvent, sealed: bool) -> str | None:
     match event:
         case EpochStarted():
             expected = state.epoch + 1
@@ -50,7 +56,7 @@ def problem_of(state: TrajectoryState, event: AnyEvent) -> str | None:
         return f"{tag_of(event)} in a trajectory that is {state.phase}"
     match event:
         case GenerationStarted() | GenerationResumed() | TokensAppended() | GenerationFinished():
-            return _generation_problem(state, event)
+            return _generation_problem(state, event, sealed)
         case ActionStarted() | ActionCommitted():
             return _action_problem(state, event)
         case TrajectoryFinished():
@@ -64,7 +70,9 @@ def problem_of(state: TrajectoryState, event: AnyEvent) -> str | None:
 
 
 def _generation_problem(
-    state: TrajectoryState, event: GenerationStarted | GenerationResumed | TokensAppended | GenerationFinished
+    state: TrajectoryState,
+    event: GenerationStarted | GenerationResumed | TokensAppended | GenerationFinished,
+    sealed: bool,
 ) -> str | None:
     current = state.generation
     if isinstance(event, GenerationStarted):
@@ -79,7 +87,7 @@ def _generation_problem(
         case GenerationResumed():
             return _offset_problem("resumed", event.offset, current.count)
         case TokensAppended():
-            return _offset_problem("a chunk starts", event.offset, current.count) or _length_problem(event)
+            return _offset_problem("a chunk starts", event.offset, current.count) or _length_problem(event, sealed)
         case GenerationFinished():
             return None if event.count == current.count else f"{event.count} tokens finished; {current.count} are here"
 
@@ -88,13 +96,13 @@ def _offset_problem(what: str, offset: int, count: int) -> str | None:
     return None if offset == count else f"{what} at offset {offset}; {count} tokens are here"
 
 
-def _length_problem(chunk: TokensAppended) -> str | None:
+def _length_problem(chunk: TokensAppended, sealed: bool) -> str | None:
     lengths = (
         len(chunk.token_ids) / TOKEN_ID_BYTES,
         len(chunk.logprobs) / LOGPROB_BYTES,
         float(len(chunk.loss_mask)),
     )
-    if chunk.count >= 1 and all(length == chunk.count for length in lengths):
+    if chunk.count >= 1 and (sealed or all(length == chunk.count for length in lengths)):
         return None
     return "a chunk of {} tokens holds {:g} ids, {:g} logprobs and {:g} mask entries".format(chunk.count, *lengths)
 

@@ -13,7 +13,7 @@ from belayer import ids
 from belayer.errors import UnknownStreamError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry, Recorded, decode_entry
-from belayer.journal.events import GenerationResumed, GenerationStarted, TokensAppended
+from belayer.journal.events import GenerationResumed, GenerationStarted, TokensAppended, readable
 from belayer.journal.export import read_export
 from replay.audit import audit
 from replay.timeline.build import build
@@ -65,9 +65,10 @@ def _events(group: Iterable[tuple[StreamId, Entry]]) -> list[Recorded]:
 
 
 def _without_tokens(recorded: Recorded) -> Recorded:
-    if not isinstance(recorded.event, TokensAppended):
-        return recorded
-    return recorded._replace(event=replace(recorded.event, token_ids=b"", logprobs=b"", loss_mask=b""))
+    event = readable(recorded.event)
+    if not isinstance(event, TokensAppended):
+        return recorded._replace(event=event)
+    return recorded._replace(event=replace(event, token_ids=b"", logprobs=b"", loss_mask=b""))
 
 
 def _engines(trajectory: list[Recorded]) -> set[str]:

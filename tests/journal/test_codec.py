@@ -45,6 +45,7 @@ EXAMPLES: list[AnyEvent] = [
     events.TrajectoryResumed(1, 9, "i-2"),
     events.TrajectoryFinished("done", 1.0),
     events.TrajectoryAborted("given up"),
+    events.Sealed("k1", bytes(12), b"ciphertext and tag", events.TokensAppended(1, 0, 2, b"", b"", b"", 5)),
     events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", SPEC),
     events.CheckpointStarted("c-1", "i-1", 1, 9),
     events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5),
