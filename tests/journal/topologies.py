@@ -14,6 +14,7 @@ from pathlib import Path
 from belayer import processes
 from belayer.journal import supervise
 from belayer.journal.embedded import EmbeddedServer, find_server
+from belayer.journal.server_checks import parse_info
 from tests.journal.faults import command, free_port
 from tests.waiting import until
 
@@ -251,6 +252,12 @@ async def follow(primary: EmbeddedServer, count: int) -> bool:
     """Whether so many replicas are in step with the primary."""
     info = await command(primary.url, "INFO", "replication")
     return info.count(b"state=online") == count
+
+
+async def in_step(primary: EmbeddedServer, replica: EmbeddedServer) -> bool:
+    """Whether the replica has all that the primary has."""
+    infos = [parse_info(await command(server.url, "INFO", "replication")) for server in (primary, replica)]
+    return infos[0]["master_repl_offset"] == infos[1].get("slave_repl_offset")
 
 
 async def know_each_other(made: Sentineled) -> bool:
