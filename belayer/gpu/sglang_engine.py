@@ -22,7 +22,9 @@ import signal
 import sys
 import threading
 
-from belayer.processes import exit_with_owner
+from belayer.processes import exit_with_owner, start_ticks
+
+_PARENT = "BELAYER_ENGINE_PROCESS"
 
 
 def main(argv: list[str]) -> None:
@@ -35,6 +37,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("sglang", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     exit_with_owner(options.owner_pid)
+    os.environ[_PARENT] = f"{os.getpid()} {start_ticks(os.getpid())}"
     arguments = options.sglang[1:] if options.sglang[:1] == ["--"] else options.sglang
     if options.memory_socket:
         os.environ["BELAYER_MEMORY_SOCKET"] = options.memory_socket
@@ -81,6 +84,11 @@ def _end_with_children() -> None:
 
     threading.Thread(target=watch, name="children-watch", daemon=True).start()
 
+
+if __name__ == "__mp_main__":
+    # A process that SGLang spawns runs this first of all. SGLang's own tie to the parent is made seconds later, after
+    # torch is loaded: a parent that dies before would leave its schedulers behind for ever.
+    exit_with_owner(*map(int, os.environ[_PARENT].split()))
 
 if __name__ == "__main__":
     main(sys.argv[1:])
