@@ -244,3 +244,13 @@ class RestoreFailedError(SandboxError):
         super().__init__(f"checkpoint {checkpoint} could not be restored: {cause}")
         self.checkpoint = checkpoint
         self.cause = cause
+
+
+class RestoreMismatchError(RestoreFailedError):
+    """What a restore has put in place is not what was captured; none of its processes has run."""
+
+    def __init__(self, checkpoint: str, what: str, expected: str, found: str) -> None:
+        super().__init__(checkpoint, f"{what} was {expected!r} when it was captured and would now be {found!r}")
+        self.what = what
+        self.expected = expected
+        self.found = found

@@ -61,7 +61,7 @@ def read_timing(path: Path) -> Timing:
         if at is None:
             continue
         if message["role"] == "assistant":
-            begun = last or message["extra"]["response"]["created"]
+            begun = last or message["extra"].get("response", {}).get("created", at)
             generation_s.append(max(0.0, at - begun))
             action_s.append(0.0)
         elif action_s:

@@ -20,8 +20,8 @@ from belayer.journal.store import JournalStore, Notice, Subscription
 
 log = structlog.get_logger("belayer.actors")
 
-STALE_AFTER_S = 4.0
-RENEW_EVERY_S = 1.0
+RENEWALS = 4
+"""How often a notice is renewed in the time after which it is stale."""
 POLL_S = 1.0
 
 
@@ -31,6 +31,9 @@ class Actor(Protocol):
     name: str
     tags: frozenset[str]
     concurrency: int
+    stale_after_s: float
+    """How long a notice may be without a sign of life of whoever has it, before another takes it: what the death of an
+    actor costs. A busy one that is late only makes another look, and wait for it."""
 
     async def handle(self, notice: Notice) -> None: ...
 
@@ -39,7 +42,7 @@ async def run_actor(store: JournalStore, actor: Actor, host: str, consumer: str)
     """Run until cancelled. Actors of one name on one host share the notices; every host sees all of them."""
     slots = asyncio.Semaphore(actor.concurrency)
     async with (
-        store.subscribe(f"{actor.name}@{host}", consumer, STALE_AFTER_S) as notices,
+        store.subscribe(f"{actor.name}@{host}", consumer, actor.stale_after_s) as notices,
         asyncio.TaskGroup() as tasks,
     ):
         while True:
@@ -64,7 +67,7 @@ async def _next(notices: Subscription, actor: Actor) -> Notice:
 
 
 async def _handle(notices: Subscription, actor: Actor, notice: Notice) -> None:
-    renewing = asyncio.create_task(_renew(notices, notice))
+    renewing = asyncio.create_task(_renew(notices, notice, actor.stale_after_s / RENEWALS))
     try:
         await _until_settled(actor, notice)
     except Exception as error:
@@ -91,9 +94,9 @@ async def _until_settled(actor: Actor, notice: Notice) -> None:
             log.info("overtaken; looking again", actor=actor.name, stream=str(notice.stream), error=str(error))
 
 
-async def _renew(notices: Subscription, notice: Notice) -> None:
+async def _renew(notices: Subscription, notice: Notice, every_s: float) -> None:
     while True:
-        await asyncio.sleep(RENEW_EVERY_S)
+        await asyncio.sleep(every_s)
         await _quietly(notices.renew(notice))
 
 

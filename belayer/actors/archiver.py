@@ -67,6 +67,7 @@ class Archiver:
     name = "archiver"
     tags = frozenset({"trajectory-finished", "trajectory-aborted"})
     concurrency = 10_000
+    stale_after_s = 4.0
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class Checkpointer:
     name = "checkpointer"
     tags = frozenset({str(ActionCommitted.__struct_config__.tag)})
     concurrency = 4
+    stale_after_s = 1.0
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class Detector:
     name = "detector"
     tags = frozenset({"sandbox-created", "sandbox-restored", "worker-registered"})
     concurrency = 100_000
+    stale_after_s = 4.0
 
     def __init__(self, store: JournalStore, engines: EngineHost, host_name: str, by: str) -> None:
         self._store = store

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from belayer import ids
+from belayer.processes import start_ticks
 
 
 def new_name(host: str) -> str:
@@ -19,7 +19,13 @@ def pid_of(name: str) -> int:
     return int(words[1]) if name.startswith("actors/") and len(words) == 3 and words[1].isdecimal() else 0
 
 
+def local_pid(name: str, host: str) -> int:
+    """The process id in a name of an actor on this host; 0 when it is not one."""
+    pid = pid_of(name)
+    return pid if pid and name.startswith(f"actors/{host}-{pid}-") else 0
+
+
 def is_surely_dead(name: str, host: str) -> bool:
     """Whether the process is known to be gone: it was on this host, and no process has its id."""
-    pid = pid_of(name)
-    return bool(pid) and name.startswith(f"actors/{host}-{pid}-") and not Path(f"/proc/{pid}").exists()
+    pid = local_pid(name, host)
+    return bool(pid) and not start_ticks(pid)

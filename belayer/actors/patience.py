@@ -1,19 +1,21 @@
 """Waiting for work that another actor has under way, instead of fencing it off and beginning again.
 
 Taking an epoch is always safe, but two actors that take it from each other again and again get nowhere. So an actor
-that finds work under way waits until the journal shows its end. Work of a process that is surely dead, or whose epoch
-is over, is not under way; work that makes no progress within the patience is taken for dead.
+that finds work under way waits until the journal shows its end. Work of a process that is dead, or dies meanwhile, or
+whose epoch is over, is not under way; work that makes no progress within the patience is taken for dead.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from belayer.actors.names import is_surely_dead
+from belayer.actors.names import is_surely_dead, local_pid
 from belayer.ids import StreamId
 from belayer.journal.store import JournalStore
+from belayer.processes import start_ticks, wait_exit
 
 
 class Claimed(Protocol):
@@ -48,4 +50,20 @@ async def settled(
             sequence, deadline = state.sequence, time.monotonic() + patience_s
         if (left_s := deadline - time.monotonic()) <= 0:
             return state
-        await store.wait(stream, sequence, left_s)
+        await _longer_or_dead(store, stream, sequence, left_s, local_pid(state.writer, host))
+
+
+async def _longer_or_dead(store: JournalStore, stream: StreamId, sequence: int, timeout_s: float, pid: int) -> None:
+    """Return once the stream is longer than `sequence`, its writer (`pid` here, unless 0) dead, or time is up."""
+    longer = asyncio.ensure_future(store.wait(stream, sequence, timeout_s))
+    waits: set[asyncio.Future[Any]] = {longer}
+    if pid:
+        waits.add(asyncio.ensure_future(wait_exit(pid, start_ticks(pid))))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if longer.done():
+            longer.result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

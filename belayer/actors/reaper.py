@@ -31,6 +31,7 @@ class Reaper:
     name = "reaper"
     tags = frozenset({"trajectory-finished", "trajectory-aborted", "sandbox-restored", "run-started", "run-finished"})
     concurrency = 10_000
+    stale_after_s = 4.0
 
     def __init__(
         self, store: JournalStore, sandboxes: SandboxHost, engines: EngineHost, host_name: str, by: str

@@ -14,6 +14,7 @@ class Recovery:
     name = "recovery"
     tags = frozenset({"failure-detected", "worker-registered", "handover-completed"})
     concurrency = 8
+    stale_after_s = 1.0
 
     def __init__(self, sandboxes: SandboxRecovery, workers: WorkerRecovery) -> None:
         self._sandboxes = sandboxes

@@ -39,7 +39,7 @@ def demo(
         str,
         typer.Option(
             help="Failures in each run: a number, or kinds separated by commas (engine, container-idle, "
-            "container-action, container-checkpoint, recovery, redis)."
+            "container-action, container-checkpoint, recovery, redis, publish)."
         ),
     ] = "6",
     runs: Annotated[int, typer.Option(help="Runs with failures of each trajectory.", min=0)] = 2,

@@ -26,7 +26,7 @@ from belayer.actors.worker_recovery import process_of
 from belayer.client import CHUNK_S, CHUNK_TOKENS, Trajectory
 from belayer.demo.chat import Chat
 from belayer.demo.waiting import RETRY_S, wait_until
-from belayer.demo.witness import watched
+from belayer.demo.witness import is_watched, watched
 from belayer.errors import (
     BelayerError,
     EngineFailedError,
@@ -50,17 +50,28 @@ from belayer.projections.worker import EngineState
 from belayer.sandbox.protocol import Action, Incarnation, Sandbox, SandboxHost
 
 BY = "rollout"
-_SAMPLING = Sampling(max_new_tokens=1 << 16, stop_token_ids=(END,))
-_TIMEOUT_FACTOR = 4.0
+SAMPLING = Sampling(max_new_tokens=1 << 16, stop_token_ids=(END,))
+TIMEOUT_FACTOR = 4.0
 """Recorded time-outs were set for larger machines. Here one would strike by load alone, and runs would differ by it."""
 
 Collect = Callable[[Incarnation, TrajectoryState], Awaitable[None]]
 """Looks at the container once more after the last action, before it is removed."""
 
 
+def _at_once(generation: int) -> float:
+    return 0.0
+
+
+async def _nothing(sandbox: Incarnation, action: int) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a rollout works with. `recovery_s` bounds every wait for a recovery; chunks as in `belayer.client`."""
+    """What a rollout works with. `recovery_s` bounds every wait for a recovery; chunks as in `belayer.client`.
+
+    `model_s`: how long generation n (from 1) must take at least. `before_action`: called before each action is run.
+    """
 
     store: JournalStore
     sandboxes: SandboxHost
@@ -70,6 +81,8 @@ class Surroundings:
     recovery_s: float = 60.0
     chunk_tokens: int = CHUNK_TOKENS
     chunk_s: float = CHUNK_S
+    model_s: Callable[[int], float] = _at_once
+    before_action: Callable[[Incarnation, int], Awaitable[None]] = _nothing
 
 
 async def roll_out(around: Surroundings, name: str, chat: Chat, spec: SandboxSpec, collect: Collect) -> TrajectoryState:
@@ -77,7 +90,7 @@ async def roll_out(around: Surroundings, name: str, chat: Chat, spec: SandboxSpe
 
     TimeoutError when a recovery does not come, PrefixRefusedError when a generation was resumed wrongly.
     """
-    async with _Engines(around) as engines:
+    async with Engines(around) as engines:
         silent_since: float | None = None
         failed: SandboxFailedError | None = None
         while True:
@@ -97,14 +110,14 @@ async def roll_out(around: Surroundings, name: str, chat: Chat, spec: SandboxSpe
                 await asyncio.sleep(RETRY_S)
 
 
-class _Engines:
+class Engines:
     """Connections to engine incarnations, kept until the end of the rollout."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._connected: dict[str, Engine] = {}
 
-    async def __aenter__(self) -> _Engines:
+    async def __aenter__(self) -> Engines:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -143,7 +156,7 @@ class _Attempt:
     """One opening of the trajectory, from its live prefix to its end or to the next failure."""
 
     def __init__(
-        self, around: Surroundings, engines: _Engines, name: str, chat: Chat, spec: SandboxSpec, collect: Collect
+        self, around: Surroundings, engines: Engines, name: str, chat: Chat, spec: SandboxSpec, collect: Collect
     ) -> None:
         self._around = around
         self._engines = engines
@@ -216,19 +229,25 @@ class _Attempt:
                 await self._engines.report(engine, error.evidence)
 
     async def _stream(self, trajectory: Trajectory, engine: Engine, request: str) -> None:
-        async with aclosing(engine.generate(request, trajectory.state.context(), _SAMPLING)) as batches:
+        current = trajectory.state.generation
+        assert current is not None
+        done_at = time.monotonic() + self._around.model_s(current.number)
+        async with aclosing(engine.generate(request, trajectory.state.context(), SAMPLING)) as batches:
             async for batch in batches:
                 if batch.token_ids:
                     await trajectory.append_tokens(batch.token_ids, batch.logprobs, batch.weight_version)
                 if batch.finish_reason is not None:
+                    await asyncio.sleep(done_at - time.monotonic())
                     await trajectory.finish_generation(batch.finish_reason)
 
     async def _act(self, trajectory: Trajectory, sandbox: Sandbox, commands: list[str], index: int) -> None:
         """Run the turn's next command. A turn without one does nothing: so its reply is at a boundary as well."""
         command = commands[index] if commands else ":"
-        timeout_s = self._chat.recording.timeout_s * _TIMEOUT_FACTOR
+        timeout_s = self._chat.recording.timeout_s * TIMEOUT_FACTOR
         number = await trajectory.start_action(command, timeout_s, sandbox.incarnation.name)
-        seen = await sandbox.run(Action(number, watched(number, command), timeout_s))
+        await self._around.before_action(sandbox.incarnation, number)
+        asked = watched(number, command) if is_watched(self._spec) else command
+        seen = await sandbox.run(Action(number, asked, timeout_s))
         observation = self._chat.no_command()
         if commands:
             observation = self._chat.observation(

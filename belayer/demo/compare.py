@@ -51,7 +51,8 @@ def compare(undisturbed: Outcome, other: Outcome, chat: Chat) -> list[Difference
 def check_witness(outcome: Outcome) -> Iterator[Difference]:
     """The witness must have seen exactly the actions of the live branch."""
     steps = sum(1 for _ in outcome.trajectory.steps)
-    yield from _unequal("actions that the witness saw", steps, outcome.container.witness.actions)
+    if (witness := outcome.container.witness) is not None:
+        yield from _unequal("actions that the witness saw", steps, witness.actions)
 
 
 def _trajectories(expected: TrajectoryState, found: TrajectoryState, chat: Chat) -> Iterator[Difference]:

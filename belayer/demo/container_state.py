@@ -41,16 +41,17 @@ class ContainerState(NamedTuple):
     files: dict[str, FileState]
     processes: list[str]
     """Command lines below process 1, children after their parent and indented by two blanks a level."""
-    witness: WitnessState
+    witness: WitnessState | None
+    """None: the container has none."""
 
 
 Digests = dict[tuple[str, int, int, int], str]
 """Contents that were read before, by path, inode, ctime in ns and size: most of a container is its image."""
 
 
-async def read_container(pid: int, known: Digests) -> ContainerState:
+async def read_container(pid: int, known: Digests, *, watched: bool = True) -> ContainerState:
     """The state of the container whose process 1 is `pid` on this host. WitnessError when its witness is gone."""
-    witness = await ask(pid)
+    witness = await ask(pid) if watched else None
     files = await asyncio.to_thread(read_files, pid, known)
     return ContainerState(files, process_tree(pid), witness)
 

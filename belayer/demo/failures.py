@@ -29,6 +29,8 @@ class Kind(enum.StrEnum):
     """The actor process that is recovering a killed container, in the middle of it."""
     REDIS = "redis"
     """The journal's server, in the middle of a generation."""
+    PUBLISH = "publish"
+    """The actor process that is taking a checkpoint, before it is published."""
 
 
 class Profile(NamedTuple):
@@ -122,5 +124,5 @@ def _number(rng: random.Random, kind: Kind, part: range, profile: Profile) -> in
         case Kind.ENGINE | Kind.RECOVERY | Kind.REDIS:
             longer = sorted(part, key=lambda number: -profile.tokens[number - 1])
             return rng.choice(longer[: max(1, len(longer) // 3)])
-        case Kind.CHECKPOINT:
+        case Kind.CHECKPOINT | Kind.PUBLISH:
             return rng.choice(part)

@@ -16,6 +16,8 @@ from belayer.journal.codec import Recorded
 from belayer.journal.events import (
     ActionCommitted,
     ActionStarted,
+    CheckpointExtended,
+    CheckpointPublished,
     FailureDetected,
     GenerationFinished,
     GenerationResumed,
@@ -61,6 +63,9 @@ def recovery_of(
             detected_ns = _detected(worker, hit)
             recovered_ns = _first(worker, detected_ns, (WorkerReady,))
             resumed_ns = _first(trajectory, recovered_ns, (TokensAppended, GenerationFinished))
+        case Kind.PUBLISH:  # nothing is to be detected: what was begun is discarded, and another one made
+            detected_ns, recovered_ns = None, _first(sandbox, hit.time_ns, (CheckpointPublished, CheckpointExtended))
+            resumed_ns = recovered_ns
         case Kind.IDLE | Kind.ACTION | Kind.CHECKPOINT | Kind.RECOVERY:
             detected_ns = _detected(sandbox, hit)
             recovered_ns = _first(sandbox, detected_ns, (SandboxRestored,))

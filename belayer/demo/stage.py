@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +103,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage(*, tokens_per_s: float, keep: bool) -> AsyncIterator[Stage]:
+async def open_stage(*, tokens_per_s: float, keep: bool, actor_options: Sequence[str] = ()) -> AsyncIterator[Stage]:
     """A stage without engines and actors: put recordings into its folder, then `begin`.
 
     HostUnfitError, ServerStartError and the like when this machine cannot run the demo.
@@ -125,6 +125,7 @@ async def open_stage(*, tokens_per_s: float, keep: bool) -> AsyncIterator[Stage]
         command += ["--engine-log", str(folder / "engines"), "--url", server.url, "--owner-pid", str(os.getpid())]
         command += ["--run", run, "--tokens-per-s", str(tokens_per_s)]
         command += ["--relapse-s", "0"]  # engines are killed on purpose here, one soon after the other
+        command += actor_options
         stage = Stage(run, folder, store, server, sandboxes, engines, Actors(command, folder / "actors.log"))
         stack.push_async_callback(_end_engines, stage)
         stack.push_async_callback(stage.actors.kill_all)

@@ -22,6 +22,7 @@ from belayer.demo.view import View
 from belayer.demo.waiting import RETRY_S
 from belayer.errors import JournalUnavailableError
 from belayer.processes import kill
+from belayer.projections.plan import MAX_REPEATS, newest_checkpoint
 
 _LEAST_TURNS = 3
 """How many turns a failure that was put off gets at least."""
@@ -90,6 +91,8 @@ class Striker:
         )
 
     async def _strike(self, planned: Planned) -> Struck | None:
+        if not await self._until(_may_fail):
+            return None
         match planned.kind:
             case Kind.ENGINE:
                 return await self._engine(planned)
@@ -103,6 +106,8 @@ class Striker:
                 return await self._recovery(planned)
             case Kind.REDIS:
                 return await self._redis(planned)
+            case Kind.PUBLISH:
+                return await self._publish(planned)
 
     async def _in_generation(self, planned: Planned, at_ease: bool = False) -> int:
         """Wait until the planned generation, or a later one, has enough tokens; its number, 0 when none came.
@@ -187,6 +192,25 @@ class Striker:
             return None
         return await self._kill_container(planned, f"in checkpoint {started.checkpoint}")
 
+    async def _publish(self, planned: Planned) -> Struck | None:
+        actors = self.stage.actors
+
+        def there(view: View) -> bool:
+            started = view.sandbox.open_checkpoint
+            return started is not None and started.boundary >= planned.number and view.sandbox.phase == "live"
+
+        if not await self._until(there):
+            return None
+        started, by, now = self.view.sandbox.open_checkpoint, self.view.sandbox.writer, time.time_ns()
+        if started is None or pid_of(by) not in actors.processes:
+            return None
+        await actors.kill(pid_of(by))
+        await actors.start_one()
+        open_checkpoint = self.view.sandbox.open_checkpoint
+        if open_checkpoint is not started and started.checkpoint in self.view.sandbox.published:
+            return None
+        return Struck(planned, now, by, f"{by} in checkpoint {started.checkpoint}")
+
     async def _recovery(self, planned: Planned) -> Struck | None:
         generation = await self._in_generation(planned)
         if not generation or self.view.sandbox.phase != "live":
@@ -224,3 +248,10 @@ class Striker:
         now = time.time_ns()
         await kill(container.pid, container.pid_start_ticks)
         return Struck(planned, now, container.incarnation, where)
+
+
+def _may_fail(view: View) -> bool:
+    """Whether another failure would not end the trajectory: strikes that miss must not add up to a sandbox that fails
+    again and again from one boundary."""
+    _, newest = newest_checkpoint(view.trajectory, view.sandbox)
+    return view.sandbox.repeats < MAX_REPEATS // 2 or newest != view.sandbox.restored_from

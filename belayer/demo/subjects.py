@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from belayer import ids
 from belayer.demo import packages, recording
@@ -27,6 +29,10 @@ class Subject:
     @property
     def name(self) -> str:
         return self.chat.recording.name
+
+    def unwatched(self) -> Subject:
+        """The same without a witness: its containers then hold nothing but files most of the time."""
+        return replace(self, spec=msgspec.structs.replace(self.spec, setup=()))
 
 
 def read_subjects(folder: Path, failures: int) -> list[Subject]:
@@ -55,5 +61,4 @@ async def with_image(subject: Subject, say: Callable[[str], None]) -> Subject:
     package, version = subject.package
     say(f"testbed of {package} {version}")
     image = await asyncio.to_thread(build_testbed, package, version, say=say)
-    spec = subject.spec
-    return Subject(subject.chat, subject.package, SandboxSpec(image, spec.workdir, spec.environment, spec.setup))
+    return replace(subject, spec=msgspec.structs.replace(subject.spec, image=image))

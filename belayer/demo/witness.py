@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from belayer.errors import BelayerError
+from belayer.journal.events import SandboxSpec
 
 FOLDER = "/var/lib/belayer-witness"
 
@@ -53,6 +54,11 @@ SETUP = (
     f"for try in $(seq 1 500); do [ -S {FOLDER}/answers ] && exit 0; sleep 0.02; done; exit 1",
 )
 """Commands that start the witness in a fresh container."""
+
+
+def is_watched(spec: SandboxSpec) -> bool:
+    """Whether containers of this spec have a witness."""
+    return spec.setup == SETUP
 
 
 class WitnessError(BelayerError):

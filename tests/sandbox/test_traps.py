@@ -173,7 +173,10 @@ async def test_what_is_refused(bench: Bench, name: str) -> None:
         await bench.host.checkpoint(live.incarnation, checkpoint, live.number)
     assert refusal.value.process
     assert checkpoint not in await bench.host.checkpoints()
-    await live.sh(f"pkill -USR1 -f '^python3 {name}'; pkill -KILL -f '^python3 {name}'; rm -f /dev/mqueue/queue")
+    await live.sh(
+        f"all=$(pgrep -f '^python3 {name}'); pkill -USR1 -f '^python3 {name}'; kill -KILL $all; "
+        "rm -f /dev/mqueue/queue; for one in $all; do while [ -e /proc/$one ]; do sleep 0.01; done; done"
+    )
     await live.kill_and_restore(await live.checkpoint())
 
 

@@ -1,0 +1,85 @@
+"""Holds a restore at the moment when all is in place and no process has run, to compare it with what was captured.
+
+CRIU calls a script at its steps (`action-script`, criu(8)); at `pre-resume` ours says so through one pipe and waits for
+leave to go on at another. Processes that are not what they were are killed before leave is given: none of them ever
+runs. A script whose restorer has died waits until the container is removed, which ends it (`tree.kill_users_of`).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from belayer.errors import RestoreMismatchError
+from belayer.sandbox.freezer import freezer_of
+from belayer.sandbox.probe import Probe, difference
+from belayer.sandbox.tree import kill_traced, outsiders
+
+SCRIPT = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
+echo "$CRTOOLS_INIT_PID" > "{work}/restored"
+read -r leave < "{work}/leave"
+"""
+
+
+class Gate:
+    """A context manager around a restore whose CRIU logs to `work`. RestoreMismatchError, at its end, instead of
+    whatever the failed restore raised."""
+
+    def __init__(self, checkpoint: str, expected: Probe, work: Path, memory: bool) -> None:
+        """`memory`: whether pages are there before the processes run."""
+        self._checkpoint = checkpoint
+        self._expected = expected
+        self._work = work
+        self._memory = memory
+        self._found: tuple[str, str, str] | None = None
+        self._watch = threading.Thread(target=self._run, name=f"gate of {checkpoint}", daemon=True)
+
+    @property
+    def settings(self) -> str:
+        """For CRIU's configuration file."""
+        return f"action-script {self._work / 'gate.sh'}\n"
+
+    def __enter__(self) -> Gate:
+        script = self._work / "gate.sh"
+        script.write_text(SCRIPT.format(work=self._work))
+        script.chmod(0o700)
+        for name in ("restored", "leave"):
+            os.mkfifo(self._work / name, 0o600)
+        # Open for both, so that neither side ever waits for the other to open, or sees it close.
+        self._restored = os.open(self._work / "restored", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._leave = os.open(self._work / "leave", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._watch.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.write(self._restored, b"0\n")  # should CRIU not have come so far
+        self._watch.join()
+        os.close(self._restored)
+        os.close(self._leave)
+        if self._found is not None:
+            raise RestoreMismatchError(self._checkpoint, *self._found) from None
+
+    def _run(self) -> None:
+        select.select([self._restored], [], [])
+        init = int(os.read(self._restored, 64).split()[0])
+        if init:
+            try:
+                self._compare(init)
+            finally:
+                os.write(self._leave, b"\n")
+
+    def _compare(self, init: int) -> None:
+        self._found = ("the comparison", "whole", "cut short")  # unless it comes to its end
+        freezer = freezer_of(init)
+        found = [init] if freezer is None else freezer.processes()
+        crius = set(outsiders(init, found))
+        held = [pid for pid in found if pid not in crius]
+        self._found = difference(self._expected, held, self._memory)
+        if self._found is not None:
+            kill_traced(held)
