@@ -31,16 +31,21 @@ def loading(pid: int) -> dict[int, int]:
     }
 
 
+def started(command: list[str], settings: dict[str, str], ready_fd: int, log: Path) -> subprocess.Popen[bytes]:
+    """The engine's process, writing to the log."""
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command, pass_fds=[ready_fd], env={**os.environ, **settings}, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
 async def test_an_engine_that_dies_while_it_starts_leaves_no_scheduler(tmp_path: Path) -> None:
     ready, ready_write = os.pipe()
     command = [PYTHON, "-m", "belayer.gpu.sglang_engine", "--incarnation", "a", "--role", "main"]
     command += ["--owner-pid", str(os.getpid()), "--ready-fd", str(ready_write)]
     command += ["--", "--model-path", str(write_model(tmp_path / "model", "tiny")), *ARGUMENTS.split()]
     settings = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    with (tmp_path / "log").open("wb") as log:
-        engine = subprocess.Popen(
-            command, pass_fds=[ready_write], env={**os.environ, **settings}, stdout=log, stderr=subprocess.STDOUT
-        )
+    engine = started(command, settings, ready_write, tmp_path / "log")
     os.close(ready_write)
     try:
         spawned = await until(lambda: loading(engine.pid), 120.0, "the engine spawns its scheduler")
