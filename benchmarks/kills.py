@@ -123,9 +123,10 @@ async def run(subjects: Sequence[Subject], wanted: int, seed: int, folder: Path,
                 (_, one), (_, other) = await asyncio.gather(
                     runs.undisturbed(variant, label), runs.undisturbed(variant, f"{label} again")
                 )
-                if one is None or other is None or compare(one, other, subject.chat):
-                    left_out.append(f"{subject.name} ({label})")
-                    say(f"left out, its undisturbed runs differ: {left_out[-1]}")
+                if one is None or other is None:
+                    left_out.append(f"{subject.name} ({label}): it did not end undisturbed")
+                elif differences := compare(one, other, subject.chat):
+                    left_out.append(f"{subject.name} ({label}): its undisturbed runs differ, {differences[0]}")
                 else:
                     found.append((variant, one))
             return found
@@ -137,6 +138,8 @@ async def run(subjects: Sequence[Subject], wanted: int, seed: int, folder: Path,
                 waiting.release()
 
         comparable = [pair for pairs in await asyncio.gather(*map(variants, subjects)) for pair in pairs]
+        for text in left_out:
+            say(f"left out: {text}")
         async with asyncio.TaskGroup() as tasks:
             number = 0
             while comparable and kept.kills < wanted and number < wanted:
