@@ -7,7 +7,10 @@ other is restored by CRIU, through Docker and runc, so that Docker lists, enters
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -28,6 +31,8 @@ from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import Incarnation
 from belayer.sandbox.quiet import traits
 
+P = ParamSpec("P")
+T = TypeVar("T")
 PROBE_S = 20.0
 """How long a started or restored runner may take to answer for the first time."""
 
@@ -41,8 +46,8 @@ class Maker:
 
     async def fresh(self, name: str, owner: Owner) -> Incarnation:
         """A started container of the image, whose runner answers."""
-        made = await asyncio.to_thread(self._make, name, owner, None)
-        here = _incarnation(await asyncio.to_thread(self._containers.start, made.id))
+        made = await _to_its_end(self._make, name, owner, None)
+        here = _incarnation(await _to_its_end(self._containers.start, made.id))
         async with DockerSandbox(self._home, here) as sandbox:
             await sandbox.ping(PROBE_S)
         written = msgspec.structs.replace(owner, container_id=made.id, traits=traits(here.pid))
@@ -51,7 +56,7 @@ class Maker:
 
     async def restored(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest, action: int) -> Incarnation:
         """A container in the checkpoint's state, whose runner says so."""
-        here = await asyncio.to_thread(self._restore, name, owner, checkpoint, manifest)
+        here = await _to_its_end(self._restore, name, owner, checkpoint, manifest)
         await self._probe(here, checkpoint, manifest, action)
         return here
 
@@ -59,7 +64,7 @@ class Maker:
         self, spare: str, name: str, owner: Owner, checkpoint: Path, manifest: Manifest, action: int
     ) -> Incarnation | None:
         """The same from a spare container, for a quiet checkpoint. None when somebody else has taken the spare."""
-        here = await asyncio.to_thread(self._take, spare, name, owner, checkpoint)
+        here = await _to_its_end(self._take, spare, name, owner, checkpoint)
         if here is not None:
             await self._probe(here, checkpoint, manifest, action)
         return here
@@ -121,6 +126,19 @@ class Maker:
             last = await sandbox.ping(PROBE_S)
         if last != action:
             raise RestoreFailedError(checkpoint.name, f"its runner says {last} actions, not {action}")
+
+
+async def _to_its_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Work in a thread. A cancellation takes effect when it is done: nothing is made behind the back of the remover."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        while not working.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([working])
+        working.exception()  # told to nobody: the cancellation counts
+        raise
 
 
 def _incarnation(container: Container) -> Incarnation:
