@@ -11,7 +11,7 @@ import pytest
 
 from belayer.processes import is_alive, start_ticks
 from benchmarks.sglang_shapes import write_model
-from tests.gpu.test_sglang_handover import ARGUMENTS, PYTHON, ROOT
+from tests.gpu.sglang_cell import ARGUMENTS, PYTHON, ROOT
 from tests.waiting import until
 
 pytestmark = [
