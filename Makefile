@@ -1,6 +1,7 @@
 # The commands of this repository. Each does by itself all the set-up that it needs.
 #
 #   make demo [ARGS="--seed 7"]   real agent trajectories survive the death of their engines and sandboxes
+#   make demo ENGINE=sglang        the same with a real SGLang on the CPU, installed in .venv-sglang if need be
 #   make test [ARGS="-k journal"]  the tests; those with a real SGLang too, for which it installs SGLang for the CPU once
 #                                  (2.5 GB in .venv-sglang); 'make test SGLANG=no' does without and skips them
 #   make check                    lint, types and import rules
@@ -11,9 +12,10 @@
 .NOTPARALLEL:
 BIN := .venv/bin
 SGLANG := yes
+ENGINE := recorded
 
-demo: setup
-	$(BIN)/belayer demo $(ARGS)
+demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang)
+	$(BIN)/belayer demo --engine $(ENGINE) $(ARGS)
 
 test: setup setup-sglang
 	$(BIN)/python -m pytest $(ARGS)

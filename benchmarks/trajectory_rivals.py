@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Literal
 
-from belayer.demo.agent import SAMPLING, TIMEOUT_FACTOR, Engines, Surroundings
+from belayer.demo.agent import TIMEOUT_FACTOR, Engines, Surroundings
 from belayer.demo.subjects import Subject
 from belayer.errors import SandboxFailedError
 from belayer.gpu.protocol import Engine
@@ -79,7 +79,8 @@ class Alone:
         chat = self._subject.chat
         while True:
             if not self._pending:
-                commands = chat.commands(await self._generate(engine))
+                said = await self._generate(engine)
+                commands = chat.commands(self._turn, said)
                 if commands is None:
                     return
                 self._pending = commands or ("",)
@@ -105,7 +106,8 @@ class Alone:
         done_at = time.monotonic() + self._around.model_s(self._turn)
         tokens: list[int] = []
         request = f"{self._name}-{self._turn}-{time.monotonic_ns()}"
-        async with aclosing(engine.generate(request, self._context, SAMPLING)) as batches:
+        sampling = self._subject.chat.sampling(self._turn, 0)
+        async with aclosing(engine.generate(request, self._context, sampling)) as batches:
             async for batch in batches:
                 tokens += batch.token_ids
         await asyncio.sleep(done_at - time.monotonic())

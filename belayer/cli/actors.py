@@ -77,6 +77,7 @@ def actors(
     device: options.Device = "cpu",
     handover: options.Handover = options.When.LATE,
     adoption: options.Adopt = options.Adoption.ON,
+    hang_s: options.HangS = options.DEFAULT_HANG_S,
 ) -> None:
     import structlog
 
@@ -92,6 +93,7 @@ def actors(
         device,
         handover,
         adoption,
+        hang_s,
     )
     asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s, policy))
 

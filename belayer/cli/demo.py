@@ -13,6 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from belayer.cli.engine_options import Kind
+
 HELP = """Replay recorded agents in real containers and kill engines, containers, actors and Redis under them.
 
 Each trajectory runs undisturbed first, then with failures at seeded random instants; each run must end in the same
@@ -25,6 +27,11 @@ Examples:
   belayer demo --seed 7 --failures engine,container-checkpoint --json
 
   belayer demo --trajectories ~/my-runs --runs 1
+
+  belayer demo --engine sglang --runs 1
+
+With --engine sglang a real SGLang on the CPU (scripts/sglang_cpu.sh) computes every token, with a small model whose
+words mean nothing: each turn is as long as the recorded one (at most 64 tokens), and the recorded commands are run.
 """
 
 T = TypeVar("T")
@@ -44,6 +51,7 @@ def demo(
     ] = "6",
     runs: Annotated[int, typer.Option(help="Runs with failures of each trajectory.", min=0)] = 2,
     seed: Annotated[int, typer.Option(help="Decides when failures strike.")] = 1,
+    engine: Annotated[Kind, typer.Option(help="The recorded engine, or a real SGLang on the CPU.")] = Kind.RECORDED,
     tokens_per_s: Annotated[float, typer.Option(help="How fast the recorded engine generates.", min=1.0)] = 400.0,
     results: Annotated[
         Path | None, typer.Option(help="Folder for exported journals and timelines.", show_default="in /tmp")
@@ -58,7 +66,13 @@ def demo(
     from belayer.demo.run import Options, run_demo
 
     chosen = Options(
-        trajectories, tuple(parse_kinds(failures)), runs=runs, seed=seed, tokens_per_s=tokens_per_s, keep=keep
+        trajectories,
+        tuple(parse_kinds(failures)),
+        runs=runs,
+        seed=seed,
+        engine=engine.value,
+        tokens_per_s=tokens_per_s,
+        keep=keep,
     )
     if results is not None:
         chosen = replace(chosen, results=results)

@@ -15,6 +15,7 @@ from belayer.errors import InputError
 if TYPE_CHECKING:
     from belayer.gpu.protocol import EngineHost
 
+DEFAULT_HANG_S = 2.5
 SGLANG_PATIENCE_S = 900.0
 """How long the start of an SGLang engine may take before another actor tries: large models load for minutes."""
 _RECORDED_PATIENCE_S = 20.0
@@ -65,6 +66,9 @@ MemorySocket = Annotated[
     Path | None, typer.Option(envvar="BELAYER_MEMORY_SOCKET", help="The device's memory server: its Unix socket.")
 ]
 Device = Annotated[str, typer.Option(envvar="BELAYER_DEVICE", help="The device: cpu or cuda:N.")]
+HangS = Annotated[
+    float, typer.Option(help="SGLang: an idle or decoding scheduler that is silent for so long is hung.", min=0.1)
+]
 Handover = Annotated[
     When, typer.Option(envvar="BELAYER_HANDOVER", help="SGLang: when a shadow may take over (decision 7).")
 ]
@@ -87,6 +91,7 @@ class Choice:
     device: str = "cpu"
     handover: When = When.LATE
     adopt: Adoption = Adoption.ON
+    hang_s: float = DEFAULT_HANG_S
 
     @property
     def patience_s(self) -> float:
@@ -127,7 +132,8 @@ class Choice:
         python = str(self.python or sglang_cpu.need_python())
         environment = sglang_cpu.ENVIRONMENT if self.device == "cpu" else {}
         self.log.mkdir(parents=True, exist_ok=True)
-        memory = MemoryProcess(self.device, self.memory_socket, owner_pid, python, self.log / "memory.log")
+        hang = ("--hang-s", str(self.hang_s))
+        memory = MemoryProcess(self.device, self.memory_socket, owner_pid, python, self.log / "memory.log", hang)
         return SglangHost(
             None,
             arguments,

@@ -46,9 +46,7 @@ def memory(
     ] = None,
     device: options.Device = "cpu",
     owner_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
-    hang_s: Annotated[
-        float, typer.Option(help="An idle or decoding scheduler that is silent for so long is hung.", min=0.1)
-    ] = 2.5,
+    hang_s: options.HangS = options.DEFAULT_HANG_S,
     hang_per_token_s: Annotated[
         float, typer.Option(help="And so much longer for each token of the step under way.", min=0.0)
     ] = 0.02,

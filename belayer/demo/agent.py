@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
@@ -36,8 +36,7 @@ from belayer.errors import (
     SandboxFailedError,
     WrongSequenceError,
 )
-from belayer.gpu.protocol import Engine, EngineHost, Sampling
-from belayer.gpu.recorded_prefix import END
+from belayer.gpu.protocol import Engine, EngineHost
 from belayer.journal.columns import unpack_token_ids
 from belayer.journal.events import SandboxSpec
 from belayer.journal.store import JournalStore
@@ -50,7 +49,6 @@ from belayer.projections.worker import EngineState
 from belayer.sandbox.protocol import Action, Incarnation, Sandbox, SandboxHost
 
 BY = "rollout"
-SAMPLING = Sampling(max_new_tokens=1 << 16, stop_token_ids=(END,))
 TIMEOUT_FACTOR = 4.0
 """Recorded time-outs were set for larger machines. Here one would strike by load alone, and runs would differ by it."""
 
@@ -71,6 +69,7 @@ class Surroundings:
     """What a rollout works with. `recovery_s` bounds every wait for a recovery; chunks as in `belayer.client`.
 
     `model_s`: how long generation n (from 1) must take at least. `before_action`: called before each action is run.
+    `spare_workers` are asked, in order, once `worker` is excluded.
     """
 
     store: JournalStore
@@ -83,6 +82,7 @@ class Surroundings:
     chunk_s: float = CHUNK_S
     model_s: Callable[[int], float] = _at_once
     before_action: Callable[[Incarnation, int], Awaitable[None]] = _nothing
+    spare_workers: Sequence[str] = ()
 
 
 async def roll_out(around: Surroundings, name: str, chat: Chat, spec: SandboxSpec, collect: Collect) -> TrajectoryState:
@@ -124,20 +124,22 @@ class Engines:
         for engine in self._connected.values():
             await engine.close()
 
-    async def serving(self) -> EngineState:
-        """The main engine as soon as one is ready."""
+    async def serving(self) -> tuple[str, EngineState]:
+        """The first worker that is not excluded, and its main engine as soon as that is ready."""
         around = self._around
-        state = await wait_until(
-            around.store,
-            ids.worker(around.worker),
-            worker_projection.fold,
-            worker_projection.EMPTY,
-            lambda state: state.serving is not None,
-            "a ready engine",
-            around.recovery_s,
-        )
-        assert state.serving is not None
-        return state.serving
+        for worker in (around.worker, *around.spare_workers):
+            state = await wait_until(
+                around.store,
+                ids.worker(worker),
+                worker_projection.fold,
+                worker_projection.EMPTY,
+                lambda state: state.serving is not None or state.excluded != "",
+                "a ready engine",
+                around.recovery_s,
+            )
+            if state.serving is not None:
+                return worker, state.serving
+        raise TimeoutError("every worker that this rollout may use is excluded; `belayer status` says why")
 
     def connect(self, engine: EngineState) -> Engine:
         incarnation = engine.registered.incarnation
@@ -145,11 +147,10 @@ class Engines:
             self._connected[incarnation] = self._around.engines.connect(process_of(engine))
         return self._connected[incarnation]
 
-    async def report(self, engine: EngineState, evidence: str) -> None:
+    async def report(self, worker: str, engine: EngineState, evidence: str) -> None:
         registered = engine.registered
         kind = "unreachable" if is_alive(registered.pid, registered.pid_start_ticks) else "died"
-        store, worker = self._around.store, self._around.worker
-        await report_engine_failure(store, worker, registered.incarnation, kind, evidence, BY)
+        await report_engine_failure(self._around.store, worker, registered.incarnation, kind, evidence, BY)
 
 
 class _Attempt:
@@ -202,7 +203,7 @@ class _Attempt:
             if said is None or trajectory.state.generation is not None:
                 await self._generate(trajectory)
                 continue
-            commands = self._chat.commands(said.token_ids())
+            commands = self._chat.commands(said.number, said.token_ids())
             if commands is None:
                 return await self._end(trajectory, sandbox, "the recording ended")
             if steps and self._chat.hands_in(_observation(steps[-1])):
@@ -215,24 +216,25 @@ class _Attempt:
     async def _generate(self, trajectory: Trajectory) -> None:
         """The next turn, from however many engines it takes."""
         while True:
-            engine = await self._engines.serving()
-            offset = await trajectory.begin_generation(self._around.worker, engine.registered.incarnation)
+            worker, engine = await self._engines.serving()
+            offset = await trajectory.begin_generation(worker, engine.registered.incarnation)
             current = trajectory.state.generation
             assert current is not None
-            if offset and current.token_ids()[-1] == END:
-                return await trajectory.finish_generation("stop")
+            if offset and self._chat.is_whole(current.number, current.token_ids()):
+                return await trajectory.finish_generation(self._chat.finish_reason)
             request = f"{self._name}-g{current.number}-{offset}-{trajectory.state.sequence}"
             try:
                 return await self._stream(trajectory, self._engines.connect(engine), request)
             except EngineFailedError as error:
                 await trajectory.flush()
-                await self._engines.report(engine, error.evidence)
+                await self._engines.report(worker, engine, error.evidence)
 
     async def _stream(self, trajectory: Trajectory, engine: Engine, request: str) -> None:
         current = trajectory.state.generation
         assert current is not None
         done_at = time.monotonic() + self._around.model_s(current.number)
-        async with aclosing(engine.generate(request, trajectory.state.context(), SAMPLING)) as batches:
+        sampling = self._chat.sampling(current.number, current.count)
+        async with aclosing(engine.generate(request, trajectory.state.context(), sampling)) as batches:
             async for batch in batches:
                 if batch.token_ids:
                     await trajectory.append_tokens(batch.token_ids, batch.logprobs, batch.weight_version)

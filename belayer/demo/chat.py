@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from belayer.demo.left_out import masked
 from belayer.demo.recording import Recording, Turn, commands_of
 from belayer.demo.tokens import Tokenizer
+from belayer.gpu.protocol import Sampling
 from belayer.gpu.recorded_prefix import ASSISTANT, CALL, END, SUFFIX, SYSTEM, TOOL, USER, TokenRecording
 
 SHOWN_CHARACTERS = 10_000
@@ -33,7 +35,12 @@ _NO_COMMAND = "Please always provide exactly one command in a ```bash block."
 
 
 class Chat:
-    """A recording's tokenizer and its messages as tokens."""
+    """A recording's tokenizer and its messages as tokens. Its model is the recorded one: what it says is read."""
+
+    logprob_tolerance = 0.0
+    """How far logprobs of the same tokens may lie apart."""
+    finish_reason = "stop"
+    """With which its generations end."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -54,8 +61,16 @@ class Chat:
             token_ids += [CALL, *self._encode(command)]
         return [*token_ids, END]
 
-    def commands(self, generated: Sequence[int]) -> list[str] | None:
-        """The commands that a generation asks for; None when it is empty, which is how a recording ends.
+    def sampling(self, number: int, offset: int) -> Sampling:
+        """How the rest of generation `number` (from 1) is asked for after `offset` tokens."""
+        return Sampling(max_new_tokens=1 << 16, stop_token_ids=(END,))
+
+    def is_whole(self, number: int, generated: Sequence[int]) -> bool:
+        """Whether the generation has nothing more to come."""
+        return generated[-1:] == [END]
+
+    def commands(self, number: int, generated: Sequence[int]) -> list[str] | None:
+        """The commands that generation `number` asks for; None when it is empty, which is how a recording ends.
 
         Tokens that are no UTF-8 text give replacement characters, as a model server's detokenizer has it.
         """
@@ -99,6 +114,51 @@ class Chat:
         return self.tokenizer.decode(token_ids).decode("utf-8", "replace")
 
 
+class ForeignChat(Chat):
+    """The same agent with a model that is not the recorded one, whose words mean nothing.
+
+    It says as many tokens as the recorded model said in that turn, at most TURN_TOKENS, and the recorded commands are
+    run. Every token is the engine's own. Of the prompt and of observations it sees both ends alone: SGLang's attention
+    on the CPU costs the square of the context for each prefill, however short. And it sees them without what differs
+    between any two runs (`left_out.masked`: times, durations), which would change every token after it.
+    """
+
+    TURN_TOKENS = 64
+    OBSERVATION_TOKENS = 48
+    PROMPT_TOKENS = 256
+    logprob_tolerance = 1e-3
+    """The engine batches requests as they come, and sums in another order then."""
+    finish_reason = "length"
+
+    def prompt(self) -> list[int]:
+        return _both_ends(super().prompt(), self.PROMPT_TOKENS)
+
+    def sampling(self, number: int, offset: int) -> Sampling:
+        return Sampling(max_new_tokens=self._length(number) - offset)
+
+    def is_whole(self, number: int, generated: Sequence[int]) -> bool:
+        return len(generated) == self._length(number)
+
+    def commands(self, number: int, generated: Sequence[int]) -> list[str] | None:
+        turns = self.recording.turns
+        return commands_of(turns[number - 1]) if number <= len(turns) else None
+
+    def observation(
+        self, exit_status: int, output: bytes, *, timed_out: bool, dropped_bytes: int, last: bool
+    ) -> list[int]:
+        output = masked(output)
+        seen = super().observation(exit_status, output, timed_out=timed_out, dropped_bytes=dropped_bytes, last=last)
+        return _both_ends(seen, self.OBSERVATION_TOKENS)
+
+    def hands_in(self, observation: Sequence[int]) -> bool:
+        """Never: it goes on to the recording's end."""
+        return False
+
+    def _length(self, number: int) -> int:
+        turns = self.recording.turns
+        return min(self.TURN_TOKENS, len(self.turn(turns[number - 1]))) if number <= len(turns) else 1
+
+
 def render(exit_status: int, output: bytes, *, timed_out: bool, dropped_bytes: int) -> bytes:
     """mini-swe-agent's observation template, on bytes: decoding is the model's affair."""
     parts = [b"<exception>timed out</exception>\n"] if timed_out else []
@@ -119,6 +179,11 @@ def is_submission(output: bytes) -> bool:
     """Whether an output hands in the agent's work."""
     first_line = output.lstrip().split(b"\n", 1)[0].strip()
     return first_line.decode("utf-8", "replace") in SUBMITTED
+
+
+def _both_ends(token_ids: list[int], most: int) -> list[int]:
+    half = most // 2
+    return token_ids if len(token_ids) <= most else token_ids[:half] + token_ids[-half:]
 
 
 def _split(token_ids: Sequence[int], separator: int) -> list[list[int]]:

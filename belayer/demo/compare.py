@@ -61,17 +61,19 @@ def _trajectories(expected: TrajectoryState, found: TrajectoryState, chat: Chat)
     for one, other in zip(expected.segments, found.segments, strict=False):
         match one, other:
             case Generation(), Generation():
-                yield from _generations(one, other)
+                yield from _generations(one, other, chat.logprob_tolerance)
             case Step(), Step():
                 yield from _steps(one, other, chat)
             case _:
                 yield Difference("order of the trajectory", type(one).__name__, type(other).__name__)
 
 
-def _generations(expected: Generation, found: Generation) -> Iterator[Difference]:
+def _generations(expected: Generation, found: Generation, tolerance: float) -> Iterator[Difference]:
     where = f"generation {expected.number}"
     yield from _sequences(f"{where}: tokens", expected.token_ids(), found.token_ids())
-    yield from _sequences(f"{where}: logprobs", expected.logprobs(), found.logprobs())
+    wanted, seen = expected.logprobs(), found.logprobs()
+    if len(wanted) != len(seen) or any(abs(one - other) > tolerance for one, other in zip(wanted, seen, strict=True)):
+        yield from _sequences(f"{where}: logprobs", wanted, seen)
     yield from _unequal(f"{where}: finish reason", expected.finish_reason, found.finish_reason)
     yield from _unequal(f"{where}: loss mask", expected.loss_mask(), found.loss_mask())
 

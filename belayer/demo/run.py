@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from belayer.demo.engines import EngineName, chat_of
 from belayer.demo.failures import Kind
 from belayer.demo.report import DemoReport
 from belayer.demo.results import audit_run, write_timelines
@@ -35,7 +36,9 @@ class Options:
     runs: int = 2
     """Runs with failures of each trajectory."""
     seed: int = 1
+    engine: EngineName = "recorded"
     tokens_per_s: float = 400.0
+    """The recorded engine's."""
     keep: bool = False
     results: Path = Path(tempfile.gettempdir()) / "belayer-demo-results"
     parallel: int = (os.cpu_count() or 1) + 1
@@ -44,8 +47,10 @@ class Options:
 async def run_demo(options: Options, board: Board) -> DemoReport:
     """Run it all. BelayerError when the demo cannot be run; a run that goes wrong is in the report instead."""
     started = time.monotonic()
-    subjects = read_subjects(options.trajectories, len(options.kinds))
-    async with open_stage(tokens_per_s=options.tokens_per_s, keep=options.keep) as stage:
+    subjects = read_subjects(options.trajectories, len(options.kinds), chat_of(options.engine))
+    chats = [subject.chat for subject in subjects]
+    opening = open_stage(tokens_per_s=options.tokens_per_s, keep=options.keep, engine=options.engine, chats=chats)
+    async with opening as stage:
         subjects = [await with_image(subject, board.step) for subject in subjects]
         for subject in subjects:
             subject.chat.write_token_recording(stage.recordings)

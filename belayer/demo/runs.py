@@ -92,6 +92,7 @@ class Runs:
             stage.engines,
             WORKER,
             stage.run,
+            recovery_s=stage.deadlines.recovery_s,
             chunk_tokens=CHUNK_TOKENS,
             chunk_s=CHUNK_S,
         )

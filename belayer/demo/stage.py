@@ -21,9 +21,11 @@ from pathlib import Path
 from belayer import __version__, ids
 from belayer.actors.worker_recovery import WorkerRecovery, process_of
 from belayer.actors.worker_recovery import look as look_worker
+from belayer.demo.chat import Chat
+from belayer.demo.engines import Deadlines, EngineName, make_engines
 from belayer.demo.waiting import wait_until
 from belayer.errors import BelayerError, JournalError
-from belayer.gpu.recorded_host import RecordedEngineHost
+from belayer.gpu.protocol import EngineHost
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import RunFinished, RunStarted
@@ -94,8 +96,9 @@ class Stage:
     store: RedisStore
     server: EmbeddedServer
     sandboxes: SandboxHost
-    engines: RecordedEngineHost
+    engines: EngineHost
     actors: Actors
+    deadlines: Deadlines
 
     @property
     def recordings(self) -> Path:
@@ -103,8 +106,15 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage(*, tokens_per_s: float, keep: bool, actor_options: Sequence[str] = ()) -> AsyncIterator[Stage]:
-    """A stage without engines and actors: put recordings into its folder, then `begin`.
+async def open_stage(
+    *,
+    tokens_per_s: float,
+    keep: bool,
+    actor_options: Sequence[str] = (),
+    engine: EngineName = "recorded",
+    chats: Sequence[Chat] = (),
+) -> AsyncIterator[Stage]:
+    """A stage without engines and actors: put recordings into its folder, then `begin`. SGLang needs the chats.
 
     HostUnfitError, ServerStartError and the like when this machine cannot run the demo.
     """
@@ -116,17 +126,16 @@ async def open_stage(*, tokens_per_s: float, keep: bool, actor_options: Sequence
         server = await stack.enter_async_context(EmbeddedServer(folder, remove_folder=not keep))
         store = await open_store(server.url)
         stack.push_async_callback(store.close)
-        engines = RecordedEngineHost(
-            recordings, folder / "engines", owner_pid=os.getpid(), tokens_per_s=tokens_per_s, silence_s=5.0
-        )
+        engines = make_engines(engine, folder, recordings, chats, tokens_per_s)
         run = f"demo-{ids.new_suffix()}"
         stack.push_async_callback(sandboxes.remove_run, run)
-        command = [sys.executable, "-m", "belayer.cli.main", "actors", "--recordings", str(recordings)]
+        command = [sys.executable, "-m", "belayer.cli.main", "actors", *engines.options]
         command += ["--engine-log", str(folder / "engines"), "--url", server.url, "--owner-pid", str(os.getpid())]
-        command += ["--run", run, "--tokens-per-s", str(tokens_per_s)]
+        command += ["--run", run]
         command += ["--relapse-s", "0"]  # engines are killed on purpose here, one soon after the other
         command += actor_options
-        stage = Stage(run, folder, store, server, sandboxes, engines, Actors(command, folder / "actors.log"))
+        actors = Actors(command, folder / "actors.log")
+        stage = Stage(run, folder, store, server, sandboxes, engines.host, actors, engines.deadlines)
         stack.push_async_callback(_end_engines, stage)
         stack.push_async_callback(stage.actors.kill_all)
         yield stage
@@ -146,7 +155,7 @@ async def begin(stage: Stage) -> None:
         worker_projection.EMPTY,
         lambda state: state.serving is not None and state.shadow is not None,
         "a main engine and a shadow",
-        _READY_S,
+        stage.deadlines.ready_s,
     )
 
 

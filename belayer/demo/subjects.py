@@ -35,12 +35,12 @@ class Subject:
         return replace(self, spec=msgspec.structs.replace(self.spec, setup=()))
 
 
-def read_subjects(folder: Path, failures: int) -> list[Subject]:
+def read_subjects(folder: Path, failures: int, chat_of: type[Chat] = Chat) -> list[Subject]:
     """The trajectories, longest first, without their images. InputError for whatever cannot be run."""
     subjects: list[Subject] = []
     prompts: dict[tuple[int, ...], str] = {}
     for path in recording.find(folder):
-        chat, package = Chat(recording.read(path)), packages.package_of(path)
+        chat, package = chat_of(recording.read(path)), packages.package_of(path)
         name = ids.checked_name(chat.recording.name)
         prompt = tuple(chat.prompt())
         if prompt in prompts:

@@ -25,6 +25,10 @@ class Tokenizer:
         self._pieces = list(pieces)
         self._ids = {piece: FIRST_TEXT + index for index, piece in enumerate(self._pieces)}
 
+    def __len__(self) -> int:
+        """How many words it has."""
+        return len(self._pieces)
+
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> Tokenizer:
         """The tokenizer whose words are those of the texts that are longer than one byte."""

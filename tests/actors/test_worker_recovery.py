@@ -15,7 +15,7 @@ from belayer.actors.worker_recovery import WorkerRecovery, look, process_of
 from belayer.errors import FencedError, WrongSequenceError
 from belayer.gpu.recorded_host import RecordedEngineHost
 from belayer.gpu.recorded_prefix import ASSISTANT, END, USER, TokenRecording
-from belayer.journal.events import EpochStarted, HandoverCompleted
+from belayer.journal.events import EpochStarted, FailureDetected, HandoverCompleted
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.writer import Reader
 from belayer.processes import host_name, is_alive
@@ -63,6 +63,50 @@ async def test_many_recoveries_at_once_hand_over_once(engines: RecordedEngineHos
     finally:
         await _kill_all(engines, await look(store, "w"))
     assert not is_alive(main.pid, main.pid_start_ticks)
+
+
+async def test_a_second_death_soon_after_excludes_the_worker(engines: RecordedEngineHost) -> None:
+    store = MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab", relapse_s=600.0)
+    await recovery.start("w", "run")
+    await recover(recovery)
+    try:
+        for _ in range(2):
+            main = (await look(store, "w")).engines[(await look(store, "w")).main].registered
+            os.kill(main.pid, signal.SIGKILL)
+            await report_engine_failure(store, "w", main.incarnation, "died", "killed", "test")
+            await recover(recovery)
+        state = await look(store, "w")
+        assert state.handovers == 1 and state.serving is None
+        assert "a second main died within" in state.excluded
+        history = [recorded.event for recorded in await Reader(store, ids.worker("w")).catch_up()]
+        failures = [event.kind for event in history if isinstance(event, FailureDetected)]
+        assert failures == ["died", "died", "gpu"]
+        assert {engine.status for engine in state.engines.values()} == {"removed"}
+        for engine in state.engines.values():
+            assert not is_alive(engine.registered.pid, engine.registered.pid_start_ticks)
+        await recover(recovery)
+        assert (await look(store, "w")).sequence == state.sequence, "nothing is started for it any more"
+    finally:
+        await _kill_all(engines, await look(store, "w"))
+
+
+async def test_deaths_far_apart_are_no_relapse(engines: RecordedEngineHost) -> None:
+    store = MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab", relapse_s=0.001)
+    await recovery.start("w", "run")
+    await recover(recovery)
+    try:
+        for _ in range(2):
+            state = await look(store, "w")
+            main = state.engines[state.main].registered
+            os.kill(main.pid, signal.SIGKILL)
+            await report_engine_failure(store, "w", main.incarnation, "died", "killed", "test")
+            await recover(recovery)
+        state = await look(store, "w")
+        assert state.handovers == 2 and state.serving is not None and not state.excluded
+    finally:
+        await _kill_all(engines, await look(store, "w"))
 
 
 async def _kill_all(engines: RecordedEngineHost, state: WorkerState) -> None:

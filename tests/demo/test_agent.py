@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from belayer import ids
 from belayer.actors.actor import Actor, run_actor
 from belayer.actors.checkpointer import Checkpointer
 from belayer.actors.recovery import Recovery
+from belayer.actors.reports import report_engine_failure
 from belayer.actors.sandbox_recovery import SandboxRecovery
 from belayer.actors.sandboxes import look
 from belayer.actors.worker_recovery import WorkerRecovery, process_of
@@ -23,7 +25,7 @@ from belayer.demo.chat import Chat
 from belayer.demo.recording import Message, Recording, Turn
 from belayer.demo.witness import WitnessError
 from belayer.gpu.recorded_host import RecordedEngineHost
-from belayer.journal.events import ActionStarted, SandboxSpec, TokensAppended
+from belayer.journal.events import ActionStarted, GenerationResumed, SandboxSpec, TokensAppended
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.writer import Reader
 from belayer.processes import host_name
@@ -183,3 +185,28 @@ async def test_a_rollout_ends_the_same_after_a_failure(
             assert len(await here.events(ActionStarted)) == len(_seen(state)), "an engine's death reran an action"
             appended = [event for event in await here.events(TokensAppended) if isinstance(event, TokensAppended)]
             assert sum(event.count for event in appended) == sum(len(tokens) for tokens, _ in _said(state))
+
+
+async def test_when_a_worker_is_excluded_its_requests_go_on_at_another(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        undisturbed = await here.roll_out()
+    async with world(tmp_path) as here:
+        await here.workers.start("other", "run")
+        here.around = replace(here.around, spare_workers=("other",))
+        rolling = asyncio.create_task(here.roll_out())
+        await here.reached(_in_generation(4))
+        main = (await look_worker(here.store, "w")).main
+        await report_engine_failure(here.store, "w", main, "gpu", "XID 79", "test")
+        await _kill_all_of(here, "w")
+        state = await asyncio.wait_for(rolling, 30)
+        assert _said(state) == _said(undisturbed) and _seen(state) == _seen(undisturbed)
+        resumed = [event for event in await here.events(GenerationResumed) if isinstance(event, GenerationResumed)]
+        assert [event.worker for event in resumed] == ["other"]
+        assert all(event.incarnation != main for event in resumed)
+        for engine in (await look_worker(here.store, "other")).engines.values():
+            await here.engines.kill(process_of(engine))
+
+
+async def _kill_all_of(here: World, worker: str) -> None:
+    for engine in (await look_worker(here.store, worker)).engines.values():
+        await here.engines.kill(process_of(engine))

@@ -89,9 +89,9 @@ def test_commands_are_read_back_from_the_tokens(tmp_path: Path) -> None:
     recording = read(_write(tmp_path, _format_2("ls -la", "echo 'ünï' > x")))
     chat = Chat(recording)
     [turn] = chat.token_recording().turns
-    assert chat.commands(turn) == ["ls -la", "echo 'ünï' > x"]
-    assert chat.commands([END]) is None
-    assert chat.commands([*chat.tokenizer.encode(b"only words"), END]) == []
+    assert chat.commands(1, turn) == ["ls -la", "echo 'ünï' > x"]
+    assert chat.commands(1, [END]) is None
+    assert chat.commands(1, [*chat.tokenizer.encode(b"only words"), END]) == []
 
 
 def test_observations_are_segments_that_the_engine_accepts(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_every_shared_recording_replays_from_tokens() -> None:
         tokens = chat.token_recording()
         context = list(tokens.prompt)
         for index, (turn, said) in enumerate(zip(recording.turns, tokens.turns, strict=True)):
-            assert chat.commands(said) == list(turn.calls)
+            assert chat.commands(index + 1, said) == list(turn.calls)
             middle = len(said) // 2
             assert locate([tokens], context + said[:middle])[1:] == (index, middle)
             context += said
