@@ -127,7 +127,7 @@ async def run_through_a_failure(cell: Cell, tag: str, strike: signal.Signals) ->
     status = await cell.host.status()
     os.kill(next(engine.pid for engine in status.engines if engine.holds_arena), strike)
     kinds = [(await asyncio.wait_for(first_event, 30)).kind]
-    while kinds[-1] != "dead" and not (cell.host.early and kinds[-1] == "dying"):
+    while kinds[-1] != "dying":
         kinds.append((await asyncio.wait_for(anext(events), 30)).kind)
     old, cell.main = cell.main, cell.shadows.pop(0)
     await cell.host.promote(cell.main)

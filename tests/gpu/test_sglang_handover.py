@@ -48,6 +48,6 @@ async def test_taken_over_while_the_dead_engine_writes_on_the_tokens_are_the_sam
 async def test_stopped_it_counts_as_hung_and_refilled_the_tokens_are_the_same(cell: Cell) -> None:
     cell.host.adopt = cell.host.early = False
     tokens, kinds = await run_through_a_failure(cell, "h", signal.SIGSTOP)
-    assert kinds == ["hung", "dying", "dead"]
+    assert kinds == ["hung", "dying"]
     assert cell.host.facts[cell.main.incarnation]["adopted_tokens"] == 0
     assert tokens == cell.undisturbed
