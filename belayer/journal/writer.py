@@ -186,8 +186,37 @@ async def take_over(
     With `only_at` the stream is taken only while that is its last sequence, so that nobody who came first is fenced
     off; otherwise WrongSequenceError and nothing has happened. With a `reader` of the stream only the events that it
     has not read yet come back.
+
+    What was read may be gone by then: events that were not acknowledged yet, or that a server lost. The stream is then
+    read again, unless it was a `reader` of the caller's; then it is WrongSequenceError or DamagedJournalError.
     """
-    reader = reader or Reader(store, stream)
+    if reader is None:
+        while True:
+            reader = Reader(store, stream)
+            try:
+                return await _take_over(store, stream, writer, only_at, reader, limits, new_id)
+            except (WrongSequenceError, DamagedJournalError):
+                if await _is_still_there(store, reader):
+                    raise
+    return await _take_over(store, stream, writer, only_at, reader, limits, new_id)
+
+
+async def _is_still_there(store: JournalStore, reader: Reader) -> bool:
+    """Whether the last entry that was read is still in the stream."""
+    if (entry := reader.last_entry) is None:
+        return True
+    return entry in await store.read(reader.stream, entry.expected_sequence, 1)
+
+
+async def _take_over(
+    store: JournalStore,
+    stream: StreamId,
+    writer: str,
+    only_at: int | None,
+    reader: Reader,
+    limits: Limits,
+    new_id: Callable[[], bytes],
+) -> tuple[StreamWriter, list[Recorded]]:
     history = await reader.catch_up()
     while True:
         if only_at is not None and reader.sequence != only_at:

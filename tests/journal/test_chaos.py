@@ -11,12 +11,13 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import structlog
 
 from belayer import ids
 from belayer.errors import DamagedJournalError, FencedError, WrongSequenceError
@@ -33,6 +34,7 @@ from tests.waiting import until
 STREAMS = [ids.trajectory(f"t{number}") for number in range(64)]
 FAULTS = int(os.environ.get("BELAYER_TEST_FAULTS", "0"))
 SEED = int(os.environ.get("BELAYER_TEST_SEED", "1"))
+log = structlog.get_logger("tests.chaos")
 LOSABLE_S = 2.0
 """What a crash of the server's machine may take in mode everysec."""
 
@@ -195,7 +197,7 @@ async def scene(folder: Path, durability: str) -> AsyncIterator[Single | Failing
 @pytest.mark.chaos
 @pytest.mark.parametrize(("durability", "faults"), [("fsync", 40), ("everysec", 40), ("replicated", 10)])
 async def test_random_faults_lose_no_more_than_the_mode_says_and_double_nothing(
-    tmp_path: Path, durability: str, faults: int, record_property: Callable[[str, object], None]
+    tmp_path: Path, durability: str, faults: int
 ) -> None:
     rng = random.Random(SEED)
     async with scene(tmp_path, durability) as at:
@@ -223,7 +225,6 @@ async def test_random_faults_lose_no_more_than_the_mode_says_and_double_nothing(
         reported = await stores[1].losses()
         assert not lost or any(not loss.restored for loss in reported)
         assert load.crashes or not lost
-        for name, value in (("appends", load.appends), ("lost", lost), ("losses_reported", len(reported))):
-            record_property(name, value)
+        log.info("chaos", durability=durability, appends=load.appends, lost=lost, losses_reported=len(reported))
         for store in stores:
             await store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -144,3 +145,21 @@ async def test_a_writer_that_holds_nothing_finds_what_was_lost(server: EmbeddedS
         await writer.append(generation(9))
     assert await store.losses() == []
     await store.close()
+
+
+async def test_a_takeover_reads_again_when_what_it_read_is_gone(tmp_path: Path, server: EmbeddedServer) -> None:
+    """An event may be read before it is acknowledged, and be lost then."""
+    async with Proxy(tmp_path, server.url).running() as proxy:
+        store, other = await opened(proxy.url, held_bytes=0), await opened(server.url, held_bytes=0)
+        await written(other)
+        proxy.hold(b"EVAL")
+        taking = asyncio.create_task(take_over(store, T, "b"))
+        await proxy.held.wait()
+        await lose_the_last_entry(server)
+        proxy.release()
+        writer, history = await taking
+        assert [recorded.sequence for recorded in history] == [1, 2, 3, 4]
+        assert [recorded.epoch for recorded in history] == [1, 1, 1, 2]
+        assert await writer.append(generation(9)) == 5
+        await store.close()
+        await other.close()
