@@ -246,6 +246,18 @@ class RestoreFailedError(SandboxError):
         self.cause = cause
 
 
+class CheckpointUnfitError(RestoreFailedError):
+    """The checkpoint was made on a machine from which this one differs in something that it needs."""
+
+    def __init__(self, checkpoint: str, what: str, there: str, here: str) -> None:
+        super().__init__(
+            checkpoint, f"{what} is {there} where it was made and {here} here; restore it on another machine"
+        )
+        self.what = what
+        self.there = there
+        self.here = here
+
+
 class RestoreMismatchError(RestoreFailedError):
     """What a restore has put in place is not what was captured; none of its processes has run."""
 

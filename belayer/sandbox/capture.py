@@ -27,6 +27,7 @@ from belayer.sandbox.eager import keep_eager
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture
+from belayer.sandbox.machine import this_machine
 from belayer.sandbox.manifest import (
     IMAGES,
     LAYER,
@@ -299,6 +300,7 @@ class Capture:
             layer_entries=len(captured.entries),
             layer_bytes=captured.size_bytes,
             layer_digest=captured.digest,
+            machine=this_machine(self._criu.version),
         )
         write_manifest(folder, manifest)
         return manifest.size_bytes

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -77,6 +78,10 @@ class Criu:
             raise HostUnfitError("CRIU", f"version {major}.{minor} is too old, {needed} is needed", remedy)
         self.messages()
         return major, minor
+
+    @cached_property
+    def version(self) -> tuple[int, int]:
+        return self.check()
 
     def messages(self) -> ModuleType:
         """The module pycriu.rpc_pb2. HostUnfitError when it cannot be imported."""

@@ -18,6 +18,7 @@ import structlog
 from belayer.errors import (
     BelayerError,
     CheckpointFailedError,
+    CheckpointUnfitError,
     HostUnfitError,
     InputError,
     RestoreFailedError,
@@ -34,8 +35,9 @@ from belayer.sandbox.docker_sandbox import DockerSandbox, thaw_abandoned
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home, default_home
 from belayer.sandbox.lazy import LazyPagesError
+from belayer.sandbox.machine import this_machine, unfit
 from belayer.sandbox.making import PROBE_S, Maker
-from belayer.sandbox.manifest import Manifest, read_manifest, verify
+from belayer.sandbox.manifest import Manifest, boot_id, read_manifest, verify
 from belayer.sandbox.mounts import unmount_leftovers
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
@@ -197,6 +199,7 @@ class DockerHost:
         manifest = await asyncio.to_thread(read_manifest, folder)
         if action < manifest.action or (action > manifest.action and not manifest.quiet):
             raise RestoreFailedError(checkpoint, f"it holds action {manifest.action}, not {action}")
+        await asyncio.to_thread(self._check_machine, manifest)
         await asyncio.to_thread(verify, folder, manifest)
         await self.remove(incarnation)
         owner = Owner(run, trajectory, spec, manifest.image_digest, traits=manifest.traits)
@@ -227,6 +230,20 @@ class DockerHost:
         return self._home.checkpoint(checkpoint)
 
     # --- steps ---
+
+    def _check_machine(self, manifest: Manifest) -> None:
+        """CheckpointUnfitError when it was made on another machine, and cannot go on here."""
+        if manifest.boot_id == boot_id():
+            return
+        name = manifest.checkpoint
+        try:
+            self._containers.image_digest(manifest.image_digest)
+        except HostUnfitError as error:
+            raise CheckpointUnfitError(name, "the image", manifest.image_digest, error.found) from None
+        if not manifest.quiet and manifest.machine is not None:
+            difference = unfit(manifest.machine, this_machine(self._criu.version))
+            if difference is not None:
+                raise CheckpointUnfitError(name, *difference)
 
     async def _from_spare(
         self, incarnation: str, owner: Owner, folder: Path, manifest: Manifest, action: int

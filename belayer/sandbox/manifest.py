@@ -8,6 +8,7 @@ import msgspec
 
 from belayer.errors import RestoreFailedError
 from belayer.sandbox.captured import Captured, digest_of, file_digest
+from belayer.sandbox.machine import Machine
 from belayer.sandbox.probe import Probe
 
 FORMAT = 1
@@ -50,6 +51,8 @@ class Manifest(msgspec.Struct, frozen=True):
     layer_bytes: int
     layer_digest: str
     format: int = FORMAT
+    machine: Machine | None = None
+    """What restores it must be like this one, if there are processes in it."""
 
     @property
     def quiet(self) -> bool:
