@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
-from belayer.errors import InputError, LimitError, MissingKeyError, ProtocolError
+from belayer.errors import FencedError, InputError, LimitError, MissingKeyError, ProtocolError
 from belayer.ids import trajectory as trajectory_stream
 from belayer.journal.columns import TOKEN_BYTES, pack_logprobs, pack_loss_mask, pack_token_ids
 from belayer.journal.events import (
@@ -34,6 +34,8 @@ from belayer.journal.events import (
 from belayer.journal.limits import LIMITS, Limits
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, take_over
+from belayer.observe import steps
+from belayer.observe.position import at, say
 from belayer.projections.trajectory import Boundary, Generation, TrajectoryState, evolve, fold
 from belayer.projections.trajectory_rules import problem_of
 
@@ -97,15 +99,17 @@ class Trajectory:
         if chunk_tokens * TOKEN_BYTES > limits.event_bytes / 2:
             raise InputError(f"chunks of {chunk_tokens} tokens do not fit into events of {limits.event_bytes} bytes")
         deadline = time.monotonic() + timeout_s
-        while True:
-            reader = Reader(store, trajectory_stream(name))
-            state = await _until_resumed(reader, deadline, timeout_s)
-            if state.sealed_with:
-                raise MissingKeyError(str(reader.stream), state.sealed_with, [])
-            stream_writer, history = await take_over(store, reader.stream, writer, reader=reader, limits=limits)
-            state = fold(history, state)
-            if state.phase != "recovering":
-                return cls(stream_writer, state, chunk_tokens, chunk_s)
+        stream = trajectory_stream(name)
+        with steps.step("open", stream=str(stream)):
+            while True:
+                reader = Reader(store, stream)
+                state = await _until_resumed(reader, deadline, timeout_s)
+                if state.sealed_with:
+                    raise MissingKeyError(str(stream), state.sealed_with, [])
+                stream_writer, history = await take_over(store, stream, writer, reader=reader, limits=limits)
+                state = fold(history, state)
+                if state.phase != "recovering":
+                    return cls(stream_writer, state, chunk_tokens, chunk_s)
 
     async def __aenter__(self) -> Trajectory:
         return self
@@ -263,6 +267,10 @@ class Trajectory:
             if any(isinstance(event, TokensAppended) for event in events):
                 self._refused = error
             raise
+        except FencedError as error:
+            at(self._writer)
+            say("belayer.client", "fenced off; open the trajectory again", current_epoch=error.current_epoch)
+            raise
         await self._settle()
 
     async def _settle(self) -> tuple[AnyEvent, ...]:
@@ -319,13 +327,16 @@ async def wait_resumed(store: JournalStore, name: str, timeout_s: float) -> Traj
 
 
 async def _until_resumed(reader: Reader, deadline: float, timeout_s: float) -> TrajectoryState:
-    state = fold(await reader.catch_up())
+    history = await reader.catch_up()
+    with steps.step("fold", stream=str(reader.stream), sequence=reader.sequence):
+        state = fold(history)
     while state.phase == "recovering":
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(
                 f"{reader.stream} is still under recovery after {timeout_s:.0f} s; is `belayer actors` up?"
             )
+        say("belayer.client", "under recovery; waiting for it", left_s=round(left_s, 1))
         await reader.wait(left_s)
         state = fold(await reader.catch_up(), state)
     return state

@@ -17,6 +17,7 @@ import structlog
 
 from belayer.errors import BelayerError, FencedError, JournalUnavailableError, WrongSequenceError
 from belayer.journal.store import JournalStore, Notice, Subscription
+from belayer.observe.position import Beginning, at, position
 
 log = structlog.get_logger("belayer.actors")
 
@@ -67,6 +68,7 @@ async def _next(notices: Subscription, actor: Actor) -> Notice:
 
 
 async def _handle(notices: Subscription, actor: Actor, notice: Notice) -> None:
+    at(Beginning(notice.stream))
     renewing = asyncio.create_task(_renew(notices, notice, actor.stale_after_s / RENEWALS))
     try:
         await _until_settled(actor, notice)
@@ -75,9 +77,9 @@ async def _handle(notices: Subscription, actor: Actor, notice: Notice) -> None:
         log.warning(
             "left for the next try",
             actor=actor.name,
-            stream=str(notice.stream),
             error=str(error),
             exc_info=not expected,
+            **position(),
         )
     else:
         await _quietly(notices.done(notice))
@@ -91,7 +93,7 @@ async def _until_settled(actor: Actor, notice: Notice) -> None:
         try:
             return await actor.handle(notice)
         except (FencedError, WrongSequenceError) as error:
-            log.info("overtaken; looking again", actor=actor.name, stream=str(notice.stream), error=str(error))
+            log.info("overtaken; looking again", actor=actor.name, error=str(error), **position())
 
 
 async def _renew(notices: Subscription, notice: Notice, every_s: float) -> None:

@@ -28,6 +28,7 @@ from belayer.journal.events import (
 )
 from belayer.journal.store import JournalStore, Notice
 from belayer.journal.writer import StreamWriter, take_over
+from belayer.observe import steps
 from belayer.projections import sandbox, tempo, trajectory
 from belayer.projections.plan import disposable, newest_checkpoint
 from belayer.projections.sandbox import SandboxState
@@ -91,7 +92,8 @@ class Checkpointer:
             await self._discard(writer, state.open_checkpoint.checkpoint, "its checkpointer died")
         prefix = await self._trajectories.look(name)
         if await self._wanted(name, prefix, state):
-            await self._capture(writer, name, prefix, state)
+            with steps.step("checkpoint", stream=str(writer.stream), epoch=writer.epoch):
+                await self._capture(writer, name, prefix, state)
 
     async def _wanted(self, name: str, prefix: TrajectoryState, state: SandboxState) -> bool:
         """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it; and

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import time
 
-import structlog
-
 from belayer import ids
 from belayer.actors.patience import settled
 from belayer.actors.sandboxes import incarnation_name, look
@@ -28,13 +26,13 @@ from belayer.journal.events import (
 )
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, take_over
+from belayer.observe import steps
+from belayer.observe.position import at, say
 from belayer.projections import sandbox, trajectory
 from belayer.projections.plan import GiveUp, LeaveAlone, Plan, RestoreSandbox, SandboxFailure, plan
 from belayer.projections.sandbox import SandboxState
 from belayer.projections.trajectory import Boundary
 from belayer.sandbox.protocol import Incarnation, SandboxHost
-
-log = structlog.get_logger("belayer.recovery")
 
 
 class SandboxRecovery:
@@ -65,7 +63,8 @@ class SandboxRecovery:
         writer, history = await take_over(self._store, ids.sandbox(name), self._by, only_at=state.sequence)
         state = sandbox.fold(history)
         if self._ours(state):
-            await self._recover(writer, name, state)
+            with steps.step("recovery.sandbox", stream=str(writer.stream), epoch=writer.epoch):
+                await self._recover(writer, name, state)
         elif state.phase == "live":
             await self._resume_only(writer, name, state)
 
@@ -85,16 +84,19 @@ class SandboxRecovery:
 
     async def _recover(self, writer: StreamWriter, name: str, state: SandboxState) -> None:
         failed = state.incarnation
-        await writer.append(RecoveryStarted(failed, "restore the sandbox", self._by))
-        rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
-        prefix = trajectory.fold(history)
-        decision = plan(prefix, state, SandboxFailure())
-        if prefix.phase in ("open", "recovering"):
-            await rollout.append(RecoveryStarted(failed, _in_words(decision), self._by))
+        with steps.step("recovery.fence", stream=str(writer.stream), epoch=writer.epoch):
+            await writer.append(RecoveryStarted(failed, "restore the sandbox", self._by))
+            rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
+            prefix = trajectory.fold(history)
+            decision = plan(prefix, state, SandboxFailure())
+            if prefix.phase in ("open", "recovering"):
+                await rollout.append(RecoveryStarted(failed, _in_words(decision), self._by))
+        say("belayer.recovery", "recovering the sandbox", failed=failed, plan=_in_words(decision))
         attempt = 0
         while isinstance(decision, RestoreSandbox):
             try:
-                restored = await self._restore(writer, name, state, decision, attempt)
+                with steps.step("recovery.restore", stream=str(writer.stream), epoch=writer.epoch):
+                    restored = await self._restore(writer, name, state, decision, attempt)
             except RestoreFailedError as error:
                 if not decision.checkpoint:
                     raise
@@ -155,11 +157,15 @@ class SandboxRecovery:
         self, rollout: StreamWriter, boundary: Boundary, rewind: bool, incarnation: str, failed: str
     ) -> None:
         resumed = TrajectoryResumed(boundary.number, boundary.sequence, incarnation)
-        if rewind:
-            reason = f"sandbox {failed} failed" if failed else "its sandbox failed"
-            await rollout.append(Rewound(boundary.number, boundary.sequence, reason), resumed)
-        else:
-            await rollout.append(resumed)
+        with steps.step("recovery.resume", stream=str(rollout.stream), epoch=rollout.epoch):
+            if rewind:
+                reason = f"sandbox {failed} failed" if failed else "its sandbox failed"
+                await rollout.append(Rewound(boundary.number, boundary.sequence, reason), resumed)
+            else:
+                await rollout.append(resumed)
+        at(rollout)
+        fields = {"boundary": boundary.number, "incarnation": incarnation, "rewound": rewind}
+        say("belayer.recovery", "resumed the trajectory", **fields)
 
 
 def _in_words(decision: Plan) -> str:

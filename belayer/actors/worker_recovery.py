@@ -31,6 +31,7 @@ from belayer.journal.events import (
 )
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, take_over
+from belayer.observe import steps
 from belayer.projections.worker import EMPTY, EngineState, WorkerState, evolve, fold
 
 IDLE_S = 600.0
@@ -98,7 +99,8 @@ class WorkerRecovery:
         if state.excluded:
             return await self._clear(name)
         if state.serving is None:
-            await self._replace_main(name, state.sequence)
+            with steps.step("recovery.worker", stream=str(ids.worker(name)), sequence=state.sequence):
+                await self._replace_main(name, state.sequence)
             state = await look(self._store, name)
         if state.serving is not None and state.shadow is None and name not in self._arming:
             self._arming.add(name)
@@ -137,6 +139,8 @@ class WorkerRecovery:
                 else:
                     completed = _completed(state.main, new, started_s, fenced_s, handover)
                     await writer.append(completed, WorkerReady(new, shadow.weight_version))
+                    for phase, took_s in completed.phases_s.items():
+                        steps.took(f"handover.{phase}", took_s, stream=str(writer.stream), epoch=writer.epoch)
                     return await self._host.kill(old)
             await self._host.kill(old)
             await self._start_main(writer, name, state.run)

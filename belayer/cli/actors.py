@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
 import signal
@@ -30,7 +31,7 @@ Examples:
 
   belayer actors --url redis://journal:6379 --archive s3://bucket/belayer --engine-log logs --recordings ./recordings
 
-  belayer actors --url unix:///run/belayer/redis.sock --namespace night-run --owner-pid 4711
+  belayer actors --url unix:///run/belayer/redis.sock --namespace night-run --owner-pid 4711 --metrics-port 9464
 
   belayer actors --engine sglang --device cuda:0 --memory-socket /run/belayer/gpu0.sock --engine-log /var/log/engines \\
       --sglang-arguments "--model-path /models/qwen3-4b --mem-fraction-static 0.85"
@@ -78,10 +79,11 @@ def actors(
     handover: options.Handover = options.When.LATE,
     adoption: options.Adopt = options.Adoption.ON,
     hang_s: options.HangS = options.DEFAULT_HANG_S,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve Prometheus metrics at this port.", min=1, max=65535)
+    ] = None,
+    metrics_address: Annotated[str, typer.Option(help="The address for --metrics-port.")] = "127.0.0.1",
 ) -> None:
-    import structlog
-
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for `ready` alone
     chosen = options.Choice(
         engine,
         engine_log,
@@ -95,7 +97,8 @@ def actors(
         adoption,
         hang_s,
     )
-    asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s, policy))
+    serving = None if metrics_port is None else (metrics_port, metrics_address)
+    asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s, policy, serving))
 
 
 async def _run(
@@ -108,6 +111,7 @@ async def _run(
     run: str | None,
     relapse_s: float,
     policy: Boundaries,
+    serving: tuple[int, str] | None,
 ) -> None:
     from belayer.journal.connect import open_store
     from belayer.sandbox.docker_host import open_host
@@ -122,7 +126,15 @@ async def _run(
     async with open_host() as sandboxes:
         store = await open_store(url, durability=durability, namespace=namespace)
         try:
-            await _work(store, sandboxes, engines, owner, run, chosen.patience_s, relapse_s, opened, policy)
+            with contextlib.ExitStack() as stack:
+                if serving is not None:
+                    from belayer.observe.metrics import served
+
+                    metrics = stack.enter_context(served(*serving))
+                    metrics.waiting(lambda: store.waiting_bytes)
+                    watching = asyncio.create_task(metrics.watch_groups(store.groups))
+                    stack.callback(watching.cancel)
+                await _work(store, sandboxes, engines, owner, run, chosen.patience_s, relapse_s, opened, policy)
         finally:
             await store.close()
 

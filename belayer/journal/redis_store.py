@@ -21,6 +21,7 @@ from belayer.ids import StreamId, StreamKind
 from belayer.journal.batching import WAITING_BYTES, Lane
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
+from belayer.journal.groups import Group, look_at_groups
 from belayer.journal.held import HELD_BYTES, Loss
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.restoring import read_loss
@@ -166,6 +167,10 @@ class RedisStore:
             entries = await self._servers[shard].ask("XRANGE", self._keys.losses(shard), "-", "+")
             found += [read_loss(fields) for _, fields in entries]
         return sorted(found, key=lambda loss: loss.time_ns)
+
+    async def groups(self) -> list[Group]:
+        """The consumer groups on the control streams, and how far each is behind."""
+        return await look_at_groups(self._servers, self._keys)
 
     def subscribe(
         self, group: str, consumer: str, stale_after_s: float = 5.0

@@ -16,6 +16,8 @@ from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode
 from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, StreamArchived, readable, tag_of
 from belayer.journal.limits import LIMITS, Limits, check_entry, check_group
 from belayer.journal.store import JournalStore
+from belayer.observe import steps
+from belayer.observe.position import at
 
 _READ_LIMIT = 1000
 _NOTICED = frozenset(NOTICED)
@@ -42,6 +44,7 @@ class Reader:
 
     async def catch_up(self) -> list[Recorded]:
         """All events since the last call. DamagedJournalError when they do not hang together."""
+        at(self)
         events: list[Recorded] = []
         while entries := await self._store.read(self.stream, self.sequence, _READ_LIMIT):
             for entry in entries:
@@ -52,7 +55,8 @@ class Reader:
 
     async def wait(self, timeout_s: float) -> bool:
         """True as soon as there is something to catch up with."""
-        return await self._store.wait(self.stream, self.sequence, timeout_s)
+        with steps.step("wait", stream=str(self.stream), sequence=self.sequence):
+            return await self._store.wait(self.stream, self.sequence, timeout_s)
 
     def accept(self, entry: Entry) -> list[Recorded]:
         """The events of the next entry. DamagedJournalError when it does not follow; ArchivedError when only the
@@ -148,7 +152,11 @@ class StreamWriter:
                 self._notice = tag_of(event)
                 break
         self._uncertain = entry
-        await self._store.append(self.stream, entry, self._notice)
+        if steps.observers:
+            with steps.step("append", stream=str(self.stream), epoch=self.epoch, sequence=entry.last_sequence):
+                await self._store.append(self.stream, entry, self._notice)
+        else:
+            await self._store.append(self.stream, entry, self._notice)
         self._stored(entry)
         return entry.last_sequence
 
@@ -230,6 +238,7 @@ async def _take_over(
             made = StreamWriter(
                 store, stream, epoch, entry.last_sequence, digest, stream_bytes=size_bytes, limits=limits
             )
+            at(made)
             return made, history
         history += await reader.catch_up()
 

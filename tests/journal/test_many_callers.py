@@ -11,7 +11,6 @@ from belayer import ids
 from belayer.errors import JournalUnavailableError
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
-from belayer.journal.events import TrajectoryFinished
 from belayer.journal.redis_store import RedisStore
 from belayer.journal.server import SHARED_LINKS
 from belayer.journal.writer import take_over
@@ -77,28 +76,3 @@ async def test_waits_go_on_after_a_restart(tmp_path: Path) -> None:
         await store.close()
         with pytest.raises(JournalUnavailableError, match="closed"):
             await waits[1]
-
-
-async def test_the_least_permissions_that_the_docs_list_are_enough(redis_url: str, namespace: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "journal.md").read_text()
-    rules = page.split("```acl\n")[1].split("```")[0].split()
-    rules = [rule.replace("NAMESPACE", namespace) for rule in rules]
-    await command(redis_url, "ACL", "SETUSER", namespace, "reset", "on", ">pw", *rules)
-    store = await open_store(redis_url.replace("unix://", f"unix://{namespace}:pw@"), namespace=namespace)
-    stream = STREAMS[0]
-    waiting = asyncio.create_task(store.wait(stream, 3, 20.0))
-    other = asyncio.create_task(store.wait(STREAMS[1], 0, 0.5))
-    writer = await written(store, stream, 3)
-    assert await waiting and not await other
-    async with store.subscribe("g", "c", 0.05) as notices:
-        assert await notices.next(0.1) is None
-        await writer.append(TrajectoryFinished("done"))
-        notice = await notices.next(5.0)
-        assert notice is not None
-        await notices.renew(notice)
-        await notices.done(notice)
-    assert await store.streams() == [stream]
-    assert len(await stored(store, stream)) == 5
-    await store.remove(stream)
-    await store.close()
-    await command(redis_url, "ACL", "DELUSER", namespace)

@@ -95,6 +95,7 @@ async def test_actors_need_what_their_user_may_and_nothing_more(server: Embedded
         writer = await write_trajectory(store, "t")
         late = await dead.next(5.0)
         assert late is not None
+        assert sum(group.pending for group in await store.groups()) >= 1
         await dead.renew(late)
         notice = None
         while notice is None or notice.stream != late.stream or notice.tag != late.tag:
