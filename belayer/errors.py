@@ -86,14 +86,19 @@ class CodecError(JournalError):
 
 
 class UnknownEventError(CodecError):
-    """An event of a tag that this version does not know, written by a newer Belayer."""
+    """An event of a tag that this version does not know. `written_by`: the newer Belayer, as far as it is known."""
 
-    def __init__(self, where: str, tag: str, known_version: str) -> None:
-        super().__init__(
-            where,
-            f"event tag {tag!r} is unknown to Belayer {known_version}; read it with the newer version that wrote it",
-        )
+    def __init__(self, where: str, tag: str, known_version: str, written_by: str = "") -> None:
+        wrote = f"Belayer {written_by} wrote it" if written_by else "a newer Belayer wrote it"
+        unknown = f"event tag {tag!r} is unknown to Belayer {known_version}"
+        super().__init__(where, f"{unknown}; {wrote}: read it with that version or a newer one")
         self.tag = tag
+        self.known_version = known_version
+        self.written_by = written_by
+
+    def by(self, version: str) -> UnknownEventError:
+        """The same error with the version that wrote the event, unless it is known already."""
+        return UnknownEventError(self.where, self.tag, self.known_version, self.written_by or version)
 
 
 class MissingKeyError(JournalError):

@@ -18,6 +18,7 @@ class Chain:
         self._findings = findings
         self.epoch = 0
         self.sequence = 0
+        self.writer_version = ""
         self.digest: bytes | None = GENESIS
         self.whole = True
         self._hole = range(0)
@@ -69,6 +70,7 @@ class Chain:
             elif epoch != self.epoch + 1 and not (after_hole and epoch > self.epoch):
                 self._say(recorded.sequence, Check.EPOCH, f"epoch {epoch} starts after epoch {self.epoch}")
             self.epoch = max(epoch, self.epoch)
+            self.writer_version = event.belayer_version
             return
         if epoch < self.epoch:
             self._say(

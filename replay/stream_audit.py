@@ -133,8 +133,8 @@ class StreamAudit:
         self._entries += 1
         try:
             events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)
-        except UnknownEventError:
-            raise
+        except UnknownEventError as error:
+            raise error.by(self._chain.writer_version if entry.epoch == self._chain.epoch else "") from None
         except CodecError as error:
             self._chain.unreadable(entry.last_sequence, error.problem)
             return

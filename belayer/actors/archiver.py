@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import structlog
 
-from belayer import ids
+from belayer import __version__, ids
 from belayer.errors import JournalError, ProtocolError, WrongSequenceError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.archive import Archive
@@ -164,7 +164,8 @@ class Archiver:
         """Mark the stream as archived up to where it was read, then drop what is."""
         reader = read.reader
         epoch = reader.epoch + 1
-        events: list[AnyEvent] = [EpochStarted(epoch, self._by), StreamArchived(reader.sequence, segment)]
+        started = EpochStarted(epoch, self._by, __version__)
+        events: list[AnyEvent] = [started, StreamArchived(reader.sequence, segment)]
         event_ids = [ids.new_event_id() for _ in events]
         mark, _ = encode_entry(epoch, reader.sequence, reader.digest, events, event_ids, time.time_ns())
         try:

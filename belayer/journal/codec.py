@@ -17,7 +17,7 @@ import msgspec
 from belayer import __version__
 from belayer.errors import CodecError, UnknownEventError
 from belayer.ids import EVENT_ID_BYTES, StreamId
-from belayer.journal.events import AnyEvent
+from belayer.journal.events import AnyEvent, EpochStarted
 
 DIGEST_BYTES = 16
 GENESIS = bytes(DIGEST_BYTES)
@@ -83,7 +83,8 @@ _ARRAY_OF_ONE = b"\x91"
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 UPCASTERS: dict[str, Callable[[list[Any]], list[Any]]] = {}
-"""Old tag -> the event's fields, tag first, in the form of a current tag. Empty until a tag changes incompatibly."""
+"""Old tag -> the event's fields, tag first, in the form of the tag that came after it. Never a way back to an old tag.
+Empty until a tag changes incompatibly."""
 
 
 def digest_of(envelope: bytes | memoryview) -> bytes:
@@ -138,7 +139,11 @@ def decode_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) 
     recorded: list[Recorded] = []
     for sequence, raw in enumerate(envelopes, first):
         encoded = memoryview(raw)
-        envelope = _decode_envelope(f"{stream} at sequence {sequence}", encoded)
+        try:
+            envelope = _decode_envelope(f"{stream} at sequence {sequence}", encoded)
+        except UnknownEventError as error:
+            started = next((each.event for each in recorded if isinstance(each.event, EpochStarted)), None)
+            raise error.by(started.belayer_version if started is not None else "") from None
         recorded.append(
             Recorded(
                 stream,
@@ -161,25 +166,41 @@ def _decode_envelope(where: str, encoded: memoryview) -> Envelope:
         problem = str(error)
     except msgspec.DecodeError as error:
         raise CodecError(where, f"not an event: {error}") from None
-    tag, upcast = _upcast(encoded)
-    if upcast is not None:
-        try:
-            return msgspec.convert(upcast, Envelope)
-        except msgspec.ValidationError as error:
-            raise CodecError(where, f"an old {tag!r} event that cannot be read: {error}") from None
-    if tag is not None and tag not in KNOWN_TAGS:
-        raise UnknownEventError(where, tag, __version__)
-    raise CodecError(where, f"not an event: {problem}")
-
-
-def _upcast(encoded: memoryview) -> tuple[str | None, list[Any] | None]:
     match msgspec.msgpack.decode(encoded):
-        case [event_id, previous_digest, time_ns, [str() as tag, *fields]]:
-            if tag in UPCASTERS:
-                return tag, [event_id, previous_digest, time_ns, UPCASTERS[tag]([tag, *fields])]
-            return tag, None
+        case [event_id, previous_digest, time_ns, [str() as tag, *_] as stored]:
+            event = _upcast(list(stored))
         case _:
-            return None, None
+            raise CodecError(where, f"not an event: {problem}")
+    if (unknown := _unknown_tag(event)) is not None:
+        raise UnknownEventError(where, unknown, __version__)
+    if event == stored:
+        raise CodecError(where, f"not an event: {problem}")
+    try:
+        return msgspec.convert([event_id, previous_digest, time_ns, event], Envelope)
+    except msgspec.ValidationError as error:
+        raise CodecError(where, f"an old {tag!r} event that cannot be read: {error}") from None
+
+
+def _upcast(event: list[Any]) -> list[Any]:
+    """The event in its current form: an old tag may become another old one first; the inside of a sealed one too."""
+    while (upcaster := UPCASTERS.get(event[0])) is not None:
+        event = upcaster(event)
+    match event:
+        case ["sealed", key, nonce, sealed, [str(), *_] as inner, *rest]:
+            return ["sealed", key, nonce, sealed, _upcast(list(inner)), *rest]
+        case _:
+            return event
+
+
+def _unknown_tag(event: list[Any]) -> str | None:
+    """A tag in the event that this version does not know."""
+    match event:
+        case ["sealed", _, _, _, [str() as tag, *_], *_] if tag not in KNOWN_TAGS:
+            return tag
+        case [str() as tag, *_] if tag not in KNOWN_TAGS:
+            return tag
+        case _:
+            return None
 
 
 def count_of(where: str, body: bytes) -> int:

@@ -3,8 +3,8 @@
 Sealed are the columns; what an event is about (numbers, offsets, counts, exit status) stays readable, so actors,
 status, audit and archive need no key, and the digest chain covers the ciphertext. AES-256-GCM (NIST SP 800-38D) by the
 package cryptography. Each stream has a key of its own, HKDF-SHA256 (RFC 5869) of the named key and the stream's name,
-so that random 96-bit nonces stay far below their bound. The stream, the key's name and the readable part of the event
-are authenticated with the payload: none of them can be exchanged.
+so that random 96-bit nonces stay far below their bound. The stream, the key's name and the event's place in the
+trajectory are authenticated with the payload, so that none can stand for another; the rest is the digest chain's.
 
 A keyring writes with its first key and reads with all: rotation is a new first line. A key that is not there is
 MissingKeyError, one that does not fit WrongKeyError, both naming the key and where it is needed. Keys are never shown.
@@ -169,8 +169,17 @@ def _derivation() -> Callable[[bytes, bytes], AESGCM]:
 
 
 def _bound(stream: StreamId, key: str, bare: Bearer) -> bytes:
-    """What is authenticated with the payload."""
-    return _encoder.encode((str(stream), key, bare))
+    """What is authenticated with the payload: its place. Part of the stored format, whatever fields are added."""
+    match bare:
+        case TokensAppended():
+            place: tuple[str | int, ...] = ("tokens", bare.generation, bare.offset, bare.count, bare.weight_version)
+        case TrajectoryStarted():
+            place = ("start", bare.run, bare.task)
+        case ActionStarted():
+            place = ("action", bare.action)
+        case ActionCommitted():
+            place = ("outcome", bare.action, bare.exit_status)
+    return _encoder.encode((str(stream), key, *place))
 
 
 def _with_payload(where: str, bare: Bearer, payload: bytes) -> AnyEvent:

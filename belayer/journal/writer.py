@@ -10,7 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from belayer.errors import ArchivedError, DamagedJournalError, FencedError, ProtocolError, WrongSequenceError
+from belayer import __version__
+from belayer.errors import (
+    ArchivedError,
+    DamagedJournalError,
+    FencedError,
+    ProtocolError,
+    UnknownEventError,
+    WrongSequenceError,
+)
 from belayer.ids import StreamId, new_event_id
 from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry, encode_event
 from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, StreamArchived, readable, tag_of
@@ -39,6 +47,8 @@ class Reader:
         self.sequence = 0
         self.digest: bytes = GENESIS
         self.last_entry: Entry | None = None
+        self.writer_version = ""
+        """The Belayer that writes under this epoch, as far as it has said."""
         self.size_bytes = 0
         """Of all entries read, as they are stored."""
 
@@ -61,7 +71,10 @@ class Reader:
     def accept(self, entry: Entry) -> list[Recorded]:
         """The events of the next entry. DamagedJournalError when it does not follow; ArchivedError when only the
         archive has what comes before it."""
-        events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)
+        try:
+            events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)
+        except UnknownEventError as error:
+            raise error.by(self.writer_version if entry.epoch == self.epoch else "") from None
         for event in events:
             if event.sequence != self.sequence + 1:
                 if (mark := mark_of(events)) is None or mark.through_sequence <= self.sequence:
@@ -74,6 +87,8 @@ class Reader:
             if event.previous_digest != self.digest:
                 raise DamagedJournalError(str(self.stream), event.sequence, "the digest of the event before differs")
             self.epoch, self.sequence, self.digest = event.epoch, event.sequence, event.digest
+            if isinstance(event.event, EpochStarted):
+                self.writer_version = event.event.belayer_version
         self.last_entry = entry
         self.size_bytes += len(entry.body)
         if self._from_mark:
@@ -230,7 +245,7 @@ async def _take_over(
         if only_at is not None and reader.sequence != only_at:
             raise WrongSequenceError(str(stream), only_at, reader.sequence)
         epoch = reader.epoch + 1
-        started = EpochStarted(epoch, writer)
+        started = EpochStarted(epoch, writer, __version__)
         entry, digest = encode_entry(epoch, reader.sequence, reader.digest, [started], [new_id()], time.time_ns())
         if await store.take_over(stream, reader.last_entry, entry) is None:
             history += decode_entry(stream, epoch, entry.last_sequence, entry.body)

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from belayer import ids
-from belayer.errors import CodecError, UnknownEventError
+from belayer import __version__, ids
+from belayer.errors import CodecError, FencedError, UnknownEventError
 from belayer.journal import codec, events
 from belayer.journal.codec import (
     GENESIS,
     KNOWN_TAGS,
+    Entry,
     count_of,
     decode_entry,
     encode_entry,
@@ -23,6 +24,9 @@ from belayer.journal.codec import (
     previous_digest_of,
 )
 from belayer.journal.events import AnyEvent, tag_of
+from belayer.journal.memory_store import MemoryStore
+from belayer.journal.writer import Reader, take_over
+from replay.audit import audit
 
 GOLDEN = Path(__file__).with_name("golden.json")
 T = ids.trajectory("t")
@@ -30,7 +34,7 @@ EVENT_ID = bytes(range(16))
 SPEC = events.SandboxSpec("image", "/testbed", {"A": "b"}, ("true",), 1 << 30, 1.5)
 
 EXAMPLES: list[AnyEvent] = [
-    events.EpochStarted(3, "rollout"),
+    events.EpochStarted(3, "rollout", "0.2.0"),
     events.FailureDetected("i-1", "died", "exit status 137", "detector"),
     events.RecoveryStarted("i-1", "restore c-1", "recovery"),
     events.StreamArchived(41, "20261130T100000-00c0ffee.segment"),
@@ -75,18 +79,26 @@ def test_every_tag_has_an_example_and_golden_bytes() -> None:
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=tag_of)
 def test_golden_bytes_are_written_and_read(event: AnyEvent) -> None:
-    golden = bytes.fromhex(json.loads(GOLDEN.read_text())[tag_of(event)])
+    """The last golden bytes of a tag are what is written now; those before it were written by earlier versions."""
+    golden = bytes.fromhex(json.loads(GOLDEN.read_text())[tag_of(event)][-1])
     assert encoded(event) == golden
     (recorded,) = decode_entry(T, 2, 7, golden)
     assert recorded.event == event
     assert (recorded.sequence, recorded.epoch, recorded.event_id) == (7, 2, EVENT_ID)
 
 
-def test_a_handover_written_before_it_had_phases_is_still_read() -> None:
-    written = "9194c410000102030405060708090a0b0c0d0e0fc41000000000000000000000000000000000cf17979cfe362a0000"
-    written += "94b268616e646f7665722d636f6d706c65746564a3772d31a3772d32cb3fc999999999999a"
-    (recorded,) = decode_entry(ids.worker("w"), 2, 7, bytes.fromhex(written))
-    assert recorded.event == events.HandoverCompleted("w-1", "w-2", 0.2)
+EARLIER: dict[str, list[AnyEvent]] = {"epoch-started": [events.EpochStarted(3, "rollout", "")]}
+"""How the golden bytes of earlier versions are read today, for each tag, oldest first. Only ever added to."""
+
+
+def test_the_bytes_of_every_earlier_version_are_still_read() -> None:
+    golden = {tag: versions[:-1] for tag, versions in json.loads(GOLDEN.read_text()).items()}
+    assert {tag: len(versions) for tag, versions in golden.items() if versions} == {
+        tag: len(versions) for tag, versions in EARLIER.items()
+    }
+    for tag, versions in EARLIER.items():
+        for event, stored in zip(versions, golden[tag], strict=True):
+            assert decode_entry(T, 2, 7, bytes.fromhex(stored))[0].event == event
 
 
 @given(st.lists(st.sampled_from(EXAMPLES), min_size=1, max_size=40), st.integers(0, 1 << 40))
@@ -144,22 +156,82 @@ def test_any_bytes_are_an_entry_or_a_codec_error(body: bytes) -> None:
         assert recorded
 
 
+def newer(*event: object) -> bytes:
+    """An entry that this version did not write."""
+    return msgspec.msgpack.encode([[EVENT_ID, GENESIS, 1, list(event)]])
+
+
 def test_an_event_of_a_newer_version_says_so() -> None:
-    newer = msgspec.msgpack.encode([[EVENT_ID, GENESIS, 1, ["teleported", 1]]])
-    with pytest.raises(UnknownEventError) as caught:
-        decode_entry(T, 1, 1, newer)
-    assert caught.value.tag == "teleported"
+    with pytest.raises(UnknownEventError, match="a newer Belayer wrote it: read it with that version") as caught:
+        decode_entry(T, 1, 1, newer("teleported", 1))
+    assert (caught.value.tag, caught.value.written_by) == ("teleported", "")
+    with pytest.raises(UnknownEventError, match="'tokens-appended-2' is unknown"):
+        decode_entry(T, 1, 1, newer("sealed", "k", b"n", b"s", ["tokens-appended-2", 1]))
+
+
+def test_an_event_of_a_newer_version_names_it_when_its_group_does() -> None:
+    group = [[EVENT_ID, GENESIS, 1, ["epoch-started", 1, "w", "7.0.0"]], [EVENT_ID, GENESIS, 1, ["teleported"]]]
+    with pytest.raises(UnknownEventError, match=r"Belayer 7\.0\.0 wrote it"):
+        decode_entry(T, 1, 2, msgspec.msgpack.encode(group))
 
 
 def test_fields_that_a_newer_version_added_at_the_end_are_passed_over() -> None:
-    newer = msgspec.msgpack.encode([[EVENT_ID, GENESIS, 1, ["run-finished", "done", "a new field"]]])
-    assert decode_entry(T, 1, 1, newer)[0].event == events.RunFinished("done")
+    assert decode_entry(T, 1, 1, newer("run-finished", "done", "a new field"))[0].event == events.RunFinished("done")
 
 
 def test_an_old_tag_is_read_through_its_upcaster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(codec.UPCASTERS, "run-ended", lambda fields: ["run-finished", f"was {fields[1]}"])
     old = msgspec.msgpack.encode([[EVENT_ID, GENESIS, 1, ["run-ended", "done"]]])
     assert decode_entry(T, 1, 1, old)[0].event == events.RunFinished("was done")
+
+
+def test_upcasters_follow_one_another_and_reach_into_sealed_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(codec.UPCASTERS, "acted", lambda fields: ["action-began", *fields[1:], 60.0])
+    monkeypatch.setitem(codec.UPCASTERS, "action-began", lambda fields: ["action-started", *fields[1:], "i-1"])
+    expected = events.ActionStarted(1, "ls", 60.0, "i-1")
+    assert decode_entry(T, 1, 1, newer("acted", 1, "ls"))[0].event == expected
+    assert decode_entry(T, 1, 1, newer("action-began", 1, "ls", 60.0))[0].event == expected
+    (sealed,) = decode_entry(T, 1, 1, newer("sealed", "k", b"n", b"s", ["acted", 1, "ls"]))
+    assert sealed.event == events.Sealed("k", b"n", b"s", expected)
+
+
+def test_an_upcaster_whose_result_fits_nothing_is_an_error_that_names_the_old_tag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(codec.UPCASTERS, "run-ended", lambda fields: ["run-finished", 7])
+    with pytest.raises(CodecError, match="an old 'run-ended' event that cannot be read"):
+        decode_entry(T, 1, 1, newer("run-ended", "done"))
+
+
+def test_a_reader_and_the_audit_name_the_version_that_wrote_an_unknown_event() -> None:
+    started, digest = encode_entry(1, 0, GENESIS, [events.EpochStarted(1, "w", "7.1.0")], [EVENT_ID], 1)
+    body = msgspec.msgpack.encode([[EVENT_ID, digest, 1, ["teleported", 1]]])
+    with pytest.raises(UnknownEventError, match=r"Belayer 7\.1\.0 wrote it"):
+        audit([(T, started), (T, Entry(1, 2, 1, body))])
+
+
+async def test_a_newer_writer_stops_an_older_one_that_never_saw_its_events() -> None:
+    """Mixed versions on one journal: each refuses only the streams that it cannot read."""
+    store = MemoryStore()
+    old, _ = await take_over(store, T, "old")
+    started, digest = encode_entry(
+        2,
+        1,
+        (await store.last(T)).digest,
+        [events.EpochStarted(2, "new", "7.1.0")],
+        [EVENT_ID],
+        1,  # type: ignore[union-attr]
+    )
+    assert await store.take_over(T, await store.last(T), started) is None
+    await store.append(T, Entry(2, 3, 1, msgspec.msgpack.encode([[EVENT_ID, digest, 1, ["teleported", 1]]])))
+    for attempt in (Reader(store, T).catch_up(), take_over(store, T, "old")):
+        with pytest.raises(UnknownEventError, match=r"sequence 3: .*Belayer 7\.1\.0 wrote it"):
+            await attempt
+    with pytest.raises(FencedError):
+        await old.append(events.RunFinished("x"))
+    other, history = await take_over(store, ids.trajectory("other"), "old")
+    assert await other.append(events.GenerationStarted(1, "", "")) == 2
+    assert history[0].event == events.EpochStarted(1, "old", __version__)
 
 
 @pytest.mark.parametrize("body", [b"", b"\x90", b"\xdc", b"\xdd\x00", b"\xc0", b"hello"])

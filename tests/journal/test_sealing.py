@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ SEALABLE = [
     ActionCommitted(1, 0, b"\x05\x00\x00\x00", b"d" * 16, 0.25, True, 3),
 ]
 
+GOLDEN = Path(__file__).with_name("golden_sealed.json")
+
 
 def recorded(event: Sealed, stream: ids.StreamId = T) -> Recorded:
     return Recorded(stream, 1, 7, bytes(16), 0, bytes(16), bytes(16), event)
@@ -72,6 +75,16 @@ def test_what_is_sealed_opens_again_and_only_where_it_was(event: TrajectoryStart
     ):
         with pytest.raises(WrongKeyError, match="sequence 7: key 'k1' does not open it"):
             keys.open(moved)
+
+
+def test_golden_ciphertext_is_still_opened() -> None:
+    """Sealed by 0.2 with the key of bytes 0 to 31: what is authenticated is part of the stored format."""
+    keys = Keyring({"k1": OLD})
+    for event, (nonce, sealed) in zip(SEALABLE, json.loads(GOLDEN.read_text()), strict=True):
+        bare = keys.seal(T, event)
+        assert isinstance(bare, Sealed)
+        stored = replace(bare, nonce=bytes.fromhex(nonce), sealed=bytes.fromhex(sealed))
+        assert keys.open(recorded(stored)).event == event
 
 
 @given(st.binary(max_size=500).map(lambda raw: raw[: len(raw) // 4 * 4]))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from belayer import ids
+from belayer import __version__, ids
 from belayer.errors import ArchivedError, FencedError, WrongSequenceError
 from belayer.ids import StreamKind
 from belayer.journal.codec import GENESIS, Entry, encode_entry
@@ -64,7 +64,7 @@ async def appended(store: JournalStore, writer: StreamWriter, count: int) -> lis
 
 async def test_what_was_appended_is_read_back_in_order(store: JournalStore) -> None:
     writer, history = await take_over(store, T, "a")
-    assert [recorded.event for recorded in history] == [EpochStarted(1, "a")]
+    assert [recorded.event for recorded in history] == [EpochStarted(1, "a", __version__)]
     assert await appended(store, writer, 3) == [2, 3, 4]
     events = [recorded async for recorded in read_events(store, T)]
     assert [recorded.sequence for recorded in events] == [1, 2, 3, 4]
@@ -149,7 +149,7 @@ async def test_many_writers_at_once_each_keep_their_order(store: JournalStore) -
             tasks.create_task(work(name))
     for name in names:
         events = [recorded.event async for recorded in read_events(store, ids.trajectory(name))]
-        assert events == [EpochStarted(1, "a"), *[GenerationStarted(n + 1, "w", "w-1") for n in range(10)]]
+        assert events == [EpochStarted(1, "a", __version__), *[GenerationStarted(n + 1, "w", "w-1") for n in range(10)]]
 
 
 async def test_two_appends_at_one_place_store_one(store: JournalStore) -> None:
