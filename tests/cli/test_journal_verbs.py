@@ -95,13 +95,14 @@ def test_a_cut_file_is_exit_status_2(tmp_path: Path) -> None:
 
 
 def test_an_event_of_a_newer_version_is_exit_status_2(tmp_path: Path) -> None:
-    entry, _ = encode_entry(1, 0, GENESIS, [EpochStarted(1, "w")], [b"i" * 16], 1)
+    entry, _ = encode_entry(1, 0, GENESIS, [EpochStarted(1, "w", "7.1.0")], [b"i" * 16], 1)
     newer = msgspec.msgpack.encode([[b"i" * 16, GENESIS, 2, ["from-the-future", 1]]])
     path = tmp_path / "newer.journal"
     with ExportWriter(path) as writer:
         writer.add(T, entry)
         writer.add(T, Entry(1, 2, 1, newer))
-    assert_one_line_error(belayer("audit", "--file", str(path)), "from-the-future", "newer version", "sequence 2")
+    done = belayer("audit", "--file", str(path))
+    assert_one_line_error(done, "from-the-future", "Belayer 7.1.0 wrote it", "sequence 2")
 
 
 # --- status and tail ---------------------------------------------------------------------------------------------
