@@ -22,20 +22,18 @@ SLOTS = 16384
 
 
 class ClusterNode(EmbeddedServer):
-    """One node of a cluster. `number` makes its id."""
+    """One node of a cluster. `number` makes its id; `ip` is where the others and its clients find it."""
 
-    def __init__(self, folder: Path, number: int, settings: dict[str, str], executable: Path | None = None) -> None:
+    def __init__(self, folder: Path, number: int, settings: dict[str, str], executable: Path | None, ip: str) -> None:
+        self.ip = ip
         self.node_id = hashlib.sha1(str(number).encode()).hexdigest()
         self.bus_port = free_port()
         own = {"cluster-enabled": "yes", "cluster-port": str(self.bus_port), "cluster-node-timeout": "1000"}
+        own |= {"bind": ip, "cluster-announce-ip": ip, "protected-mode": "no"}
         super().__init__(folder, port=free_port(), settings=own | settings, executable=executable)
 
-    @property
-    def tcp(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
-
     def line(self, flags: str, master: str, slots: str) -> str:
-        return f"{self.node_id} 127.0.0.1:{self.port}@{self.bus_port} {flags} {master} 0 0 1 connected {slots}"
+        return f"{self.node_id} {self.ip}:{self.port}@{self.bus_port} {flags} {master} 0 0 1 connected {slots}"
 
 
 class Cluster:
@@ -52,7 +50,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.primaries)
+        return "redis+cluster://" + ",".join(f"{node.ip}:{node.port}" for node in self.primaries)
 
     async def owner(self, slot: int) -> ClusterNode:
         """The node that says itself that it serves the slot."""
@@ -78,7 +76,7 @@ class SlotMove:
 
     async def move(self, *keys: str) -> None:
         port = str(self._target.port)
-        await command(self._source.url, "MIGRATE", "127.0.0.1", port, "", "0", "5000", "KEYS", *keys)
+        await command(self._source.url, "MIGRATE", self._target.ip, port, "", "0", "5000", "KEYS", *keys)
 
     async def keys(self, most: int = 1000) -> list[str]:
         """Keys that have not moved yet."""
@@ -113,11 +111,12 @@ async def cluster(
     replicas_each: int = 0,
     settings: dict[str, str] | None = None,
     executable: Path | None = None,
+    ip: str = "127.0.0.1",
 ) -> AsyncIterator[Cluster]:
     """A running cluster; the 2 s that a node waits before it takes writes are Redis's own."""
     folder.mkdir(exist_ok=True)
     count = primaries * (1 + replicas_each)
-    nodes = [ClusterNode(folder / f"n{number}", number, settings or {}, executable) for number in range(count)]
+    nodes = [ClusterNode(folder / f"n{number}", number, settings or {}, executable, ip) for number in range(count)]
     made = Cluster(nodes[:primaries], nodes[primaries:])
     for node in nodes:
         lines: list[str] = []
