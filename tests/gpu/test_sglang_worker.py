@@ -174,7 +174,8 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
     handover = (await cell.event(HandoverCompleted, state.main)).event
     assert isinstance(failed.event, FailureDetected) and isinstance(handover, HandoverCompleted)
     assert handover.to_incarnation == state.shadow.registered.incarnation
-    assert list(handover.phases_s) == ["fence", "prove", "map", "adopt", "serve"]
+    phases = list(handover.phases_s)
+    assert phases[:2] == ["fence", "prove"] and {"map", "adopt"} <= set(phases) and phases[-1] == "serve"
     assert handover.adopted_tokens > 0 and sum(handover.phases_s.values()) <= handover.handover_s + 0.01
     await asyncio.wait_for(asyncio.gather(*streams), 60)
     assert parts == cell.undisturbed
