@@ -287,7 +287,7 @@ class HandoverCompleted(Event, frozen=True, array_like=True, tag="handover-compl
     """The shadow is the main now; the old incarnation is proved dead, or can execute nothing any more.
 
     `phases_s`: where `handover_s` went, in order: fence (others are shut out), prove (the old one is dead), map (its
-    memory is the new one's), adopt (its KV cache is), wait and unlock (for the old process, to write), serve (the rest).
+    memory is the new one's), adopt (its KV cache is), wait and unlock (until it may write there), serve (the rest).
     `adopted_tokens`: whose KV was not recomputed.
     """
 
