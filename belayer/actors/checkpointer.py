@@ -41,6 +41,10 @@ KEPT_CHECKPOINTS = 2
 """The newest published one is what recovery restores; the one before is there should that restore fail."""
 
 
+HOLD_AFTER = 2
+"""So many captures in a row may come to nothing because the next action was faster; then it has to wait for one."""
+
+
 class Checkpointer:
     """Captures every boundary, or those that the adaptive policy (`policy.py`) chooses."""
 
@@ -126,7 +130,8 @@ class Checkpointer:
         incarnation = incarnation_of(state.container)
         await writer.append(CheckpointStarted(checkpoint, incarnation.name, boundary.number, boundary.sequence))
         try:
-            report = await self._host.checkpoint(incarnation, checkpoint, boundary.number, _describing(state))
+            since, hold = _describing(state), state.refused >= HOLD_AFTER
+            report = await self._host.checkpoint(incarnation, checkpoint, boundary.number, since, hold)
         except (CheckpointRefusedError, CheckpointFailedError, SandboxFailedError) as error:
             await writer.append(CheckpointDiscarded(checkpoint, str(error)))
             return

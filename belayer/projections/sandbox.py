@@ -45,6 +45,8 @@ class SandboxState(msgspec.Struct, frozen=True):
     held: tuple[tuple[str, Boundary], ...] = ()
     """Which boundary which of them holds, in the order in which the journal says so. One may hold several."""
     open_checkpoint: CheckpointStarted | None = None
+    refused: int = 0
+    """How many captures in a row have come to nothing."""
     failure: FailureDetected | None = None
     failures: int = 0
     repeats: int = 0
@@ -106,11 +108,13 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
                 published=state.published | {event.checkpoint: event},
                 held=(*state.held, (event.checkpoint, Boundary(event.boundary, event.boundary_sequence))),
                 open_checkpoint=_still_open(state, event.checkpoint),
+                refused=0,
             )
         case CheckpointExtended():
             at = Boundary(event.boundary, event.boundary_sequence)
             held = (*state.held, (event.checkpoint, at)) if event.checkpoint in state.published else state.held
-            return replace(state, sequence=sequence, held=held, open_checkpoint=_still_open(state, event.begun))
+            left = _still_open(state, event.begun)
+            return replace(state, sequence=sequence, held=held, open_checkpoint=left, refused=0)
         case CheckpointDiscarded():
             published = {name: kept for name, kept in state.published.items() if name != event.checkpoint}
             return replace(
@@ -119,6 +123,7 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
                 published=published,
                 held=tuple(pair for pair in state.held if pair[0] != event.checkpoint),
                 open_checkpoint=_still_open(state, event.checkpoint),
+                refused=state.refused + (event.checkpoint not in state.published),
             )
         case SandboxRemoved():
             return replace(state, sequence=sequence, phase="removed", published={}, held=(), open_checkpoint=None)

@@ -76,6 +76,7 @@ class Capture:
         action: int,
         runner: RunnerState,
         since: str = "",
+        hold: bool = False,
     ) -> None:
         self._home = home
         self._criu = criu
@@ -85,6 +86,7 @@ class Capture:
         self._action = action
         self._runner = runner
         self._since = since
+        self._hold = hold
         self._owner = home.owner(incarnation.name)
         self._traits = "" if self._owner is None else self._owner.traits
         self._cancelled = threading.Event()
@@ -113,6 +115,14 @@ class Capture:
         freezer.thaw()  # a dead checkpointer's
         self._refuse_outsiders(freezer.processes())
         self._await_idle()
+        try:
+            if self._hold:
+                self._freeze(freezer)
+            return self._capture(freezer, lock, started, deadline)
+        finally:
+            freezer.thaw()
+
+    def _capture(self, freezer: Freezer, lock: int, started: float, deadline: float) -> CheckpointReport:
         known = self._home.captured(self._incarnation.name)
         saved = None if known is None else self._home.checkpoint(known.checkpoint) / LAYER
         if known is not None and (frozen_s := self._nothing_new(freezer, known)):
@@ -150,7 +160,8 @@ class Capture:
         except OSError as error:
             raise CheckpointFailedError(self._name, str(error)) from None
         finally:
-            freezer.thaw()
+            if not self._hold:
+                freezer.thaw()
 
     def _was_quiet(self) -> bool:
         """Whether the earlier checkpoint is there, whole, and nothing but files and a runner with the same traits."""
@@ -180,7 +191,7 @@ class Capture:
     def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path, deadline: float) -> float:
         """Let CRIU dump the frozen processes, and settle the layer while it holds them; the frozen time."""
         self._refuse_obstacles(freezer.processes(), held=False)
-        if not lazy.wait(self._home.restore_folder(self._incarnation.name), LAZY_S):
+        if not lazy.wait(self._home.restore_folder(self._incarnation.name), 0.0 if self._hold else LAZY_S):
             raise CheckpointRefusedError(self._incarnation.name, "its memory is still on its way from the last restore")
         mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id)
         self._mounts = mounts.sources
@@ -218,7 +229,8 @@ class Capture:
         for _ in range(FREEZE_TRIES):
             self._await_idle()
             self._stop_if_cancelled()
-            self._frozen_at = time.monotonic()
+            if not freezer.frozen:  # held from the start
+                self._frozen_at = time.monotonic()
             freezer.freeze(self._incarnation.name)
             self._alive_freezer()
             marker = self._marker()

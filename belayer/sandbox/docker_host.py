@@ -161,7 +161,7 @@ class DockerHost:
     # --- checkpoints ---
 
     async def checkpoint(
-        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
     ) -> CheckpointReport:
         """full_checkpoint; see `capture.py`. Cancelling it gives up, thaws and cleans up before it returns."""
         if not await self.is_alive(incarnation):
@@ -173,7 +173,7 @@ class DockerHost:
             raise SandboxFailedError(incarnation.name, str(error)) from None
         async with await self.attach(incarnation) as sandbox:
             runner = await sandbox.state()
-        capture = Capture(self._home, self._criu, incarnation, container, checkpoint, action, runner, since)
+        capture = Capture(self._home, self._criu, incarnation, container, checkpoint, action, runner, since, hold)
         work = asyncio.ensure_future(asyncio.to_thread(capture.run, CHECKPOINT_TIMEOUT_S))
         try:
             report = await asyncio.shield(work)

@@ -98,12 +98,13 @@ class SandboxHost(Protocol):
         ...
 
     async def checkpoint(
-        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
     ) -> CheckpointReport:
         """full_checkpoint: freeze, verify that the runner is idle after `action`, capture layer and processes, publish.
 
         `since`: an earlier checkpoint of this container, or that it was restored from. When nothing but the runner's
-        count of actions has changed since, nothing is captured and the report says so.
+        count of actions has changed since, nothing is captured and the report says so. `hold`: freeze it before all
+        preparations, so that an action that comes meanwhile waits for the capture instead of making it void.
         CheckpointRefusedError: not in that state, nothing is left. CheckpointFailedError: given up, nothing is left.
         """
         ...

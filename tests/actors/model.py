@@ -138,7 +138,7 @@ class ModelHost:
         return container is not None and container.alive
 
     async def checkpoint(
-        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
     ) -> CheckpointReport:
         container = self.containers.get(incarnation.name)
         if container is None or not container.alive:

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from belayer import ids
-from belayer.actors.checkpointer import Checkpointer
+from belayer.actors.checkpointer import HOLD_AFTER, Checkpointer
 from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
 from belayer.client import Trajectory
-from belayer.errors import WrongSequenceError
+from belayer.errors import CheckpointRefusedError, WrongSequenceError
 from belayer.journal.events import CheckpointDiscarded, CheckpointPublished, CheckpointStarted, SandboxSpec
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import Notice
@@ -30,11 +30,11 @@ class SlowHost(ModelHost):
         self.may_end = asyncio.Event()
 
     async def checkpoint(
-        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = ""
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
     ) -> CheckpointReport:
         self.begun.set()
         await self.may_end.wait()
-        return await super().checkpoint(incarnation, checkpoint, action, since)
+        return await super().checkpoint(incarnation, checkpoint, action, since, hold)
 
 
 async def one_action(store: MemoryStore, host: ModelHost) -> None:
@@ -122,3 +122,27 @@ async def test_the_adaptive_policy_captures_when_the_next_generation_is_likely_t
     await writer.append(CheckpointStarted("t-b0", *at), CheckpointPublished("t-b0", *at, 10, 0.0, 0.0))
     await adaptive.handle(NOTICE)
     assert len(host.saved) == 1
+
+
+class FastActionsHost(ModelHost):
+    """A host where the next action is always faster than a capture that does not hold it up."""
+
+    async def checkpoint(
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
+    ) -> CheckpointReport:
+        if not hold:
+            raise CheckpointRefusedError(incarnation.name, "it has moved on")
+        return await super().checkpoint(incarnation, checkpoint, action, since, hold)
+
+
+async def test_after_some_captures_in_vain_the_next_action_has_to_wait() -> None:
+    store, host = MemoryStore(), FastActionsHost()
+    await one_action(store, host)
+    checkpointer = Checkpointer(store, host, "host", "one")
+    for _ in range(HOLD_AFTER + 1):
+        await checkpointer.handle(NOTICE)
+    assert await captures(store) == [CheckpointStarted, CheckpointDiscarded] * HOLD_AFTER + [
+        CheckpointStarted,
+        CheckpointPublished,
+    ]
+    assert (await look(store, NAME)).refused == 0
