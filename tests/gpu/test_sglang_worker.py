@@ -194,7 +194,7 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
 async def test_a_crash_is_seen_at_once(cell: Cell, strike: str | signal.Signals, said: str) -> None:
     failed, after_s = await fail_in_mid_stream(cell, f"{strike}-", strike)
     assert failed.kind == "died" and said in failed.evidence
-    assert after_s < 2.0, "the goal is 0.15 s; a loaded machine gets more"
+    assert after_s < 5.0, "the goal is 0.15 s; a loaded machine gets more"
 
 
 @pytest.mark.parametrize("strike", ["deadlock", signal.SIGSTOP])
