@@ -7,6 +7,8 @@ most recorded containers do, so that checkpoints of that kind and boundaries tha
 A run's name decides its failures, so the seed and the place in the sequence are all of it. Its result goes to a line of
 FOLDER/seed-N.jsonl as soon as it has ended; started again, what is there is not run again. A trajectory whose two
 undisturbed runs differ cannot be compared; it is named and left out.
+
+On two cores with nothing else to do 500 kills take about half an hour; progress says how long is left.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +85,25 @@ class Kept:
     def kills(self) -> int:
         return sum(sum(line.kills.values()) for line in self.lines)
 
+    @property
+    def under_way(self) -> int:
+        """Runs that were begun and have not ended."""
+        return len(self._begun) - len(self.lines)
+
+    @property
+    def enough(self) -> bool:
+        return self.kills >= self._wanted
+
+    @property
+    def perhaps_enough(self) -> bool:
+        """Whether the runs under way, should each failure strike, are all that it takes."""
+        return self.kills + self.under_way * len(Kind) >= self._wanted
+
     def begin(self, trajectory: str, number: int) -> bool:
-        """Whether this run is to be made now: it has not been begun, and those that have been may not be enough."""
-        expected = self.kills + (len(self._begun) - len(self.lines)) * len(Kind)
-        if (trajectory, number) in self._begun or expected >= self._wanted:
-            return False
+        """Note that this run is under way. False: it was, or has ended."""
+        new = (trajectory, number) not in self._begun
         self._begun.add((trajectory, number))
-        return True
+        return new
 
     def keep(self, number: int, report: RunReport) -> None:
         """A run that was begun has ended."""
@@ -115,7 +130,7 @@ async def run(subjects: Sequence[Subject], wanted: int, seed: int, folder: Path,
             subject.chat.write_token_recording(stage.recordings)
         await begin(stage)
         left_out: list[str] = []
-        waiting = asyncio.Semaphore(parallel)
+        ended = asyncio.Condition()
 
         async def variants(subject: Subject) -> list[tuple[Subject, Outcome]]:
             found: list[tuple[Subject, Outcome]] = []
@@ -132,30 +147,40 @@ async def run(subjects: Sequence[Subject], wanted: int, seed: int, folder: Path,
             return found
 
         async def one(variant: Subject, outcome: Outcome, number: int) -> None:
-            try:
-                kept.keep(number, await runs.disturbed(variant, outcome, number))
-            finally:
-                waiting.release()
+            report = await runs.disturbed(variant, outcome, number)
+            async with ended:
+                kept.keep(number, report)
+                ended.notify_all()
+            left_s = (wanted - kept.kills) * (time.monotonic() - began) / max(1, kept.kills - before)
+            say(f"{kept.kills} of {wanted} kills; about {max(0.0, left_s) / 60:.0f} min are left")
 
         comparable = [pair for pairs in await asyncio.gather(*map(variants, subjects)) for pair in pairs]
         for text in left_out:
             say(f"left out: {text}")
+        began, before = time.monotonic(), kept.kills
         async with asyncio.TaskGroup() as tasks:
-            number = 0
-            while comparable and kept.kills < wanted and number < wanted:
-                number += 1
-                for variant, outcome in comparable:
-                    numbered = 2 * number + (not variant.spec.setup)  # even ones have a witness
-                    await waiting.acquire()
-                    if kept.begin(variant.name, numbered):
-                        tasks.create_task(one(variant, outcome, numbered))
-                    else:
-                        waiting.release()
+            async for variant, outcome, number in _as_needed(comparable, kept, parallel, ended, wanted):
+                tasks.create_task(one(variant, outcome, number))
         await finish(stage)
         audited = folder / stage.run
         audited.mkdir()
         _, findings, _ = await audit_run(stage, audited)
     return report_of(kept.lines, left_out, findings)
+
+
+async def _as_needed(
+    comparable: Sequence[tuple[Subject, Outcome]], kept: Kept, parallel: int, ended: asyncio.Condition, most: int
+) -> AsyncIterator[tuple[Subject, Outcome, int]]:
+    """One run after the other, each once there is room for it and it is clear that those before are not enough."""
+    for turn in range(1, most + 1):
+        for variant, outcome in comparable:
+            number = 2 * turn + (not variant.spec.setup)  # even ones have a witness
+            async with ended:
+                await ended.wait_for(lambda: kept.enough or (kept.under_way < parallel and not kept.perhaps_enough))
+            if kept.enough:
+                return
+            if kept.begin(variant.name, number):
+                yield variant, outcome, number
 
 
 def report_of(lines: Sequence[Line], left_out: list[str], findings: list[str]) -> dict[str, Any]:

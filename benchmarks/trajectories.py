@@ -1,7 +1,7 @@
 """Rollout time of the recorded trajectories: undisturbed, and when actions fail, with Belayer and without.
 
     python -m benchmarks.trajectories [--trajectories 3] [--pace 10] [--rounds 1] [--policy adaptive] [--json FILE]
-    python -m benchmarks.trajectories --kills 500 --seed 1 [--results FOLDER]
+    python -m benchmarks.trajectories --kills 500 --seed 1 [--results FOLDER]   (about half an hour)
 
 The model's time comes from the recording's time stamps, `--pace` times as fast; actions really run, at their own pace,
 in containers made for them. Each trajectory runs undisturbed without Belayer and with it, and, with one failing action

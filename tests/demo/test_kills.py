@@ -22,10 +22,12 @@ def test_started_again_it_goes_on_where_it_was(tmp_path: Path) -> None:
     again = Kept(path, 20)
     assert again.lines == kept.lines and again.kills == len(Kind)
     assert not again.begin("t", 2)
-    assert again.begin("t", 3) and again.begin("u", 2)
-    assert not again.begin("u", 3), "those under way may well be enough"
+    assert again.begin("t", 3) and not again.perhaps_enough
+    assert again.begin("u", 2) and again.perhaps_enough and again.under_way == 2
     again.keep(3, ended())
-    assert again.begin("u", 3), "one struck nothing"
+    assert not again.perhaps_enough and not again.enough, "one struck nothing"
+    again.keep(2, ended(*Kind, *Kind))
+    assert again.enough and again.under_way == 0
 
 
 def test_what_the_runs_came_to(tmp_path: Path) -> None:
