@@ -191,21 +191,26 @@ def _trajectory_row(
 
 
 def _engine_rows(watched: _Watched[worker.WorkerState], now_ns: int) -> list[EngineRow]:
-    """The engines that are not removed, the main first."""
+    """The engines that are not removed, the main first. An excluded worker's last main stays, to say so."""
     state = watched.state
+    excluded = state.main if state.excluded else ""
     rows = [
         EngineRow(
             worker=watched.stream.name,
             incarnation=incarnation,
             role="main" if incarnation == state.main else "shadow" if engine.status != "failed" else "former",
-            state="recovering" if incarnation == state.main and state.recovering else engine.status,
+            state="excluded"
+            if incarnation == excluded
+            else "recovering"
+            if incarnation == state.main and state.recovering
+            else engine.status,
             weight_version=engine.weight_version,
             address=engine.registered.address,
             handovers=state.handovers,
             age_s=round(watched.age_s(now_ns), 1),
         )
         for incarnation, engine in state.engines.items()
-        if engine.status != "removed"
+        if engine.status != "removed" or incarnation == excluded
     ]
     return sorted(rows, key=lambda row: ("main", "shadow", "former").index(row.role))
 

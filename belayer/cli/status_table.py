@@ -17,6 +17,7 @@ _STYLES = {
     "recovering": "bold yellow",
     "starting": "yellow",
     "failed": "bold red",
+    "excluded": "bold red",
     "aborted": "bold red",
     "removed": "dim",
     "none": "dim",

@@ -16,7 +16,7 @@ import pytest
 from belayer import ids
 from belayer.journal.codec import GENESIS, Entry, encode_entry
 from belayer.journal.embedded import EmbeddedServer
-from belayer.journal.events import EpochStarted
+from belayer.journal.events import EpochStarted, FailureDetected, WorkerRemoved
 from belayer.journal.export import ExportWriter, read_export
 from tests.cli.command import COMMAND, ROOT, assert_one_line_error, belayer, environment
 from tests.cli.journal_server import serving
@@ -129,6 +129,16 @@ def test_status_of_a_run_that_goes_on(tmp_path: Path) -> None:
         ("w-2", "main", "ready"),
         ("w-1", "former", "failed"),
     ]
+
+
+def test_status_of_an_excluded_worker(tmp_path: Path) -> None:
+    story = underway()
+    story.take_over(ENGINE, "recovery")
+    story.write(ENGINE, FailureDetected("w-2", "gpu", "a second main died within 4 s", "recovery"))
+    story.write(ENGINE, WorkerRemoved("w-1", "excluded"), WorkerRemoved("w-2", "excluded"))
+    with serving(story, tmp_path / "journal") as running:
+        snapshot = last_json(belayer("status", "--url", running.url, "--json").stdout)
+    assert [(one["incarnation"], one["state"]) for one in snapshot["engines"]] == [("w-2", "excluded")]
 
 
 def test_status_of_an_empty_journal(url: str) -> None:
