@@ -29,6 +29,8 @@ from belayer.journal.store import JournalStore
 from belayer.journal.writer import StreamWriter, read_events, take_over
 
 ARCHIVER = "actors/archiver"
+ARCHIVERS = (ARCHIVER, "archive/")
+"""How the writers of marks are called in tests and by `belayer archive run`."""
 
 
 class Stopped(BaseException):
@@ -152,7 +154,7 @@ async def history(store: JournalStore, stream: StreamId) -> list[Recorded]:
 
 def _is_archivers(recorded: Recorded) -> bool:
     event = recorded.event
-    return isinstance(event, StreamArchived) or (isinstance(event, EpochStarted) and event.writer == ARCHIVER)
+    return isinstance(event, StreamArchived) or (isinstance(event, EpochStarted) and event.writer.startswith(ARCHIVERS))
 
 
 async def whole(store: JournalStore, names: Sequence[str]) -> dict[StreamId, list[Recorded]]:

@@ -22,6 +22,8 @@ from belayer.journal.codec import digest_of
 
 SUFFIX = ".segment"
 _PARTIAL = ".partial"
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs"}
+"""Stores without folders, where making one would make a bucket of a mistyped name."""
 T = TypeVar("T")
 
 
@@ -81,6 +83,10 @@ def shown_url(url: str) -> str:
     """The URL without user, password and options."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    return (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)
 
 
 def _secrets_of(url: str) -> tuple[str, ...]:
@@ -161,13 +167,15 @@ class ObjectStorage:
         self._files = files
         self._folder = folder
         self._secrets = secrets
+        self._has_buckets = not _BUCKETS.isdisjoint(_protocols(files))
         self.shown = shown
 
     def put(self, name: str, content: bytes) -> None:
         path = f"{self._folder}/{name}"
 
         def write() -> bytes:
-            self._files.makedirs(self._folder, exist_ok=True)
+            if not self._has_buckets:
+                self._files.makedirs(self._folder, exist_ok=True)
             self._files.pipe_file(path, content)
             self._files.invalidate_cache()
             return self._files.cat_file(path)

@@ -293,4 +293,4 @@ def run_machine(url: str | None, examples: int) -> None:
 
 @pytest.mark.parametrize("server", ["memory", "redis"])
 def test_any_order_of_writing_archiving_stopping_and_taking_over(server: str, redis_url: str) -> None:
-    run_machine(None if server == "memory" else redis_url, 40 if server == "memory" else 15)
+    run_machine(None if server == "memory" else redis_url, 25 if server == "memory" else 10)
