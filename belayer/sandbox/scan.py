@@ -6,6 +6,7 @@ a folder, every file must be the one that was looked at, or the entry is left ou
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,6 +20,7 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CHUNK_BYTES = 1 << 20
 TICK_NS = 20_000_000
 OVERLAY = "trusted.overlay."
+OVERLAY_FS = 0x794C7630
 FICLONE = 0x40049409
 """ioctl_ficlone(2): share the data of a whole file."""
 
@@ -194,11 +196,21 @@ def _copy_range(original: int, copy: int, start: int, size: int) -> int:
     return os.pwrite(copy, os.pread(original, min(size, CHUNK_BYTES), start), start)
 
 
+def file_system_of(fd: int) -> int:
+    """The magic number of the file system: the first word that fstatfs(2) gives."""
+    buffer = (ctypes.c_long * 32)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fstatfs(fd, buffer) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return buffer[0]
+
+
 def _copy_xattrs(original: int, copy: int) -> None:
-    """Overlay's own attributes mean something in a layer, and cannot be set through an overlay mount."""
-    for name in os.listxattr(original):
-        try:
-            os.setxattr(copy, name, os.getxattr(original, name))
-        except OSError as error:
-            if not name.startswith(OVERLAY) or error.errno not in (errno.EOPNOTSUPP, errno.EPERM):
-                raise
+    """Overlay's own attributes mean something in a layer. An overlay mount refuses them, or from Linux 6.7 on would
+    show them in the container: Documentation/filesystems/overlayfs.rst, 'Nesting overlayfs mounts'."""
+    names = os.listxattr(original)
+    own = [name for name in names if name.startswith(OVERLAY)]
+    if own and file_system_of(copy) == OVERLAY_FS:
+        names = [name for name in names if name not in own]
+    for name in names:
+        os.setxattr(copy, name, os.getxattr(original, name))

@@ -8,12 +8,10 @@ systems where a write through a mapping may leave no trace.
 
 from __future__ import annotations
 
-import ctypes
-import os
 from pathlib import Path
 
 from belayer.sandbox.captured import Captured, opened, root_of
-from belayer.sandbox.scan import scan
+from belayer.sandbox.scan import file_system_of, scan
 
 TRUSTED = frozenset({0xEF53, 0x58465342, 0x9123683E})
 """Magic numbers of ext4, XFS and btrfs, statfs(2). On tmpfs a page that was read first is written without a fault."""
@@ -27,7 +25,7 @@ def is_unchanged(upper: Path, known: Captured) -> bool:
             known.root is None
             or known.root != root_of(root, ANY_NS)
             or known.disbelieved
-            or _magic(root) not in TRUSTED
+            or file_system_of(root) not in TRUSTED
         ):
             return False
         found = scan(root)
@@ -35,12 +33,3 @@ def is_unchanged(upper: Path, known: Captured) -> bool:
         (seen.inode, seen.ctime_ns) == (found[path].st_ino, found[path].st_ctime_ns)
         for path, seen in known.entries.items()
     )
-
-
-def _magic(fd: int) -> int:
-    """The file system's magic number: the first word that fstatfs(2) gives."""
-    buffer = (ctypes.c_long * 32)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fstatfs(fd, buffer) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return buffer[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -81,3 +82,14 @@ async def test_nothing_waits_after_the_run(bench: Bench) -> None:
     await bench.host.remove_run(bench.run)
     assert await spares(bench) == []
     assert await bench.host.incarnations(bench.run) == []
+
+
+async def test_overlays_own_attributes_do_not_show_in_a_container_that_was_a_spare(bench: Bench) -> None:
+    """A folder of the image in which something was changed carries them in the layer."""
+    live = await bench.create()
+    await live.sh("touch /etc/issue; mkdir /opt/new")
+    checkpoint = await live.checkpoint()
+    assert len(await spares(bench)) == 1
+    back = await live.kill_and_restore(checkpoint)
+    root = f"/proc/{back.incarnation.pid}/root"
+    assert [os.listxattr(root + path) for path in ("/etc", "/etc/issue", "/opt", "/opt/new", "/tmp")] == [[]] * 5
