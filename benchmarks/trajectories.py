@@ -56,6 +56,7 @@ EXAMPLES = ROOT / "examples" / "trajectories"
 SHARED = ROOT.parent / "shared" / "trajectories"
 TOKENS_PER_S = 5000.0
 RATE = 0.01
+SHOWN_DIFFERENCES = 5
 
 
 @dataclass(slots=True)
@@ -95,7 +96,9 @@ class Trials:
         differences = compare(outcome, disturbed, self._subject.chat)
         figures.trials += 1
         figures.equal += not differences
-        figures.differences += [f"{self._subject.name} round {number}: {one}" for one in differences]
+        figures.differences += [
+            f"{self._subject.name} round {number}: {one}" for one in differences[:SHOWN_DIFFERENCES]
+        ]
         for way in ("restart", "replay"):
             figures.lost_s[way].append((await self._alone(way, number, way, doomed)).lost_s)
         lost = {way: round(values[-1], 2) for way, values in figures.lost_s.items()}
