@@ -149,10 +149,13 @@ class WorkerRecovery:
             await self._clear(name)
 
     async def _clear(self, name: str) -> None:
-        """End all engines of an excluded worker. Called removed before they are killed, so that nobody reports them."""
+        """End all engines of an excluded worker, the main last: while it is there, another actor finishes this.
+
+        Each is called removed before it is killed, so that nobody reports it.
+        """
         writer, history = await take_over(self._store, ids.worker(name), self._by)
         state = fold(history)
-        for incarnation, engine in state.engines.items():
+        for incarnation, engine in sorted(state.engines.items(), key=lambda item: item[0] == state.main):
             if engine.status != "removed" and engine.registered.host == self._host_name:
                 await writer.append(WorkerRemoved(incarnation, f"its worker is excluded: {state.excluded}"))
                 await self._host.kill(process_of(engine))
