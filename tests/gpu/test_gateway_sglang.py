@@ -27,7 +27,7 @@ from belayer.journal.memory_store import MemoryStore
 from belayer.journal.writer import take_over
 from benchmarks.sglang_shapes import write_model, write_plugins
 from tests.gpu.gateway_site import Client, Stream
-from tests.gpu.test_sglang_handover import ARGUMENTS, PYTHON, ROOT, start_memory
+from tests.gpu.sglang_cell import ARGUMENTS, PYTHON, ROOT, start_memory
 
 TOKENS = 700
 PROMPTS = [[3 + (7 * n + k) % 500 for k in range(40 + 11 * n)] for n in range(3)]
