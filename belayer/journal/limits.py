@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from belayer.errors import LimitError
 from belayer.ids import StreamId
@@ -36,6 +37,11 @@ class Limits:
     group_bytes: int = 16 << 20
     stream_bytes: int = 1 << 30
 
+    @cached_property
+    def unquestioned_bytes(self) -> int:
+        """An append of at most so many bytes is within all limits but the stream's."""
+        return min(self.event_bytes, self.group_bytes)
+
 
 LIMITS = Limits()
 
@@ -47,7 +53,10 @@ def check_group(limits: Limits, stream: StreamId, events: Sequence[AnyEvent]) ->
 
 
 def check_entry(limits: Limits, stream: StreamId, events: Sequence[AnyEvent], entry: Entry, stream_bytes: int) -> None:
-    """LimitError when the append or one of its events is too large, or the stream would be, having `stream_bytes`."""
+    """LimitError when the append or one of its events is too large, or the stream would be, having `stream_bytes`.
+
+    An entry of at most `unquestioned_bytes` in a stream that has room need not be asked about.
+    """
     size_bytes = len(entry.body)
     if size_bytes > limits.event_bytes:
         sizes = [len(memoryview(raw)) for raw in split_entry(stream, entry.epoch, entry.last_sequence, entry.body)]
@@ -55,9 +64,9 @@ def check_entry(limits: Limits, stream: StreamId, events: Sequence[AnyEvent], en
         if sizes[largest] > limits.event_bytes:
             what = f"bytes of a {tag_of(events[largest])}"
             raise LimitError(str(stream), what, limits.event_bytes, sizes[largest], "shorten it, or split it")
-        if size_bytes > limits.group_bytes:
-            what = "bytes of one append"
-            raise LimitError(str(stream), what, limits.group_bytes, size_bytes, "append fewer events at once")
+    if size_bytes > limits.group_bytes:
+        what = "bytes of one append"
+        raise LimitError(str(stream), what, limits.group_bytes, size_bytes, "append fewer events at once")
     if stream_bytes + size_bytes > limits.stream_bytes and not all(isinstance(event, _ALWAYS) for event in events):
         what, got = "bytes of the stream", stream_bytes + size_bytes
         raise LimitError(str(stream), what, limits.stream_bytes, got, "end the trajectory; a longer one needs Limits")

@@ -160,7 +160,9 @@ class StreamWriter:
             check_group(self._limits, self.stream, events)
             event_ids = [new_event_id() for _ in events]
             entry, _ = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
-        check_entry(self._limits, self.stream, said, entry, self._stream_bytes)
+        size_bytes, limits = len(entry.body), self._limits
+        if size_bytes > limits.unquestioned_bytes or self._stream_bytes + size_bytes > limits.stream_bytes:
+            check_entry(limits, self.stream, said, entry, self._stream_bytes)
         self._notice = None
         for event in said:
             if type(event) in _NOTICED:

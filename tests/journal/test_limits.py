@@ -38,6 +38,13 @@ async def test_each_limit_names_itself_and_nothing_is_stored(redis_store: RedisS
     assert len(await redis_store.read(T)) == 3
 
 
+async def test_an_append_may_be_limited_more_than_an_event() -> None:
+    writer, _ = await take_over(MemoryStore(), T, "a", limits=Limits(event_bytes=10_000, group_bytes=1000))
+    with pytest.raises(LimitError, match="1,000 bytes of one append"):
+        await writer.append(event(600), event(600))
+    assert await writer.append(event(600)) == 2
+
+
 async def test_a_stream_that_is_full_takes_only_its_end_whoever_writes() -> None:
     store = MemoryStore()
     writer, _ = await take_over(store, T, "a", limits=SMALL)
