@@ -40,9 +40,9 @@ _PATHS: tuple[tuple[re.Pattern[str], LeftOut], ...] = (
 
 MASKS: tuple[Mask, ...] = (
     Mask(
-        "durations (0.18s, 1.2 seconds, 35 ms)",
+        "durations (0.18s, 1.2 seconds, 35 ms, 122.04s (0:02:02))",
         "how long a command took depends on the machine's load",
-        re.compile(rb"\b\d+(\.\d+)?( ?)(s|ms|sec|secs|seconds|milliseconds)\b"),
+        re.compile(rb"\b\d+(\.\d+)?( ?)(s|ms|sec|secs|seconds|milliseconds)\b( \(\d+:\d\d:\d\d\))?"),
         rb"<duration>",
     ),
     Mask(

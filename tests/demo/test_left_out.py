@@ -7,6 +7,7 @@ from belayer.demo.left_out import everything, is_left_out, masked, masked_path
     ("one", "other"),
     [
         (b"==== 22 passed in 0.04s ====", b"===== 22 passed in 12.3s ====="),
+        (b"==== 22 passed in 9.04s ====", b"===== 22 passed in 122.30s (0:02:02) ====="),
         (b"-rw-r--r-- 1 root root 35 Nov 30 06:51 AUTHORS", b"-rw-r--r-- 1 root root 35 Dec  1 17:02 AUTHORS"),
         (b"<object at 0x7f0c5a3b2d10>", b"<object at 0x7fffd0a02e80>"),
         (b"built at 2026-11-30 06:51:12,123", b"built at 2026-12-01T23:59:59"),
