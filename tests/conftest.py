@@ -9,11 +9,16 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.redis_store import RedisStore
+
+hypothesis.settings.register_profile("belayer", deadline=None)
+hypothesis.settings.load_profile("belayer")
+"""How long one example takes says something about the machine's load and nothing about us."""
 
 
 @pytest.fixture(scope="session")
