@@ -43,6 +43,7 @@ class Streams:
         self._engine = engine
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
+        self._left: list[asyncio.Task[None]] = []
 
     def change(self, engine: HttpEngine) -> None:
         """From now on every unfinished stream is the next engine's."""
@@ -52,9 +53,14 @@ class Streams:
 
     async def run(self) -> None:
         """Until every stream has all its tokens."""
-        async with asyncio.TaskGroup() as tasks:
-            for stream in self.streams:
-                tasks.create_task(self._follow(stream))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for stream in self.streams:
+                    tasks.create_task(self._follow(stream))
+        finally:
+            for left in self._left:
+                left.cancel()
+            await asyncio.gather(*self._left, return_exceptions=True)
 
     async def wait_tokens(self, count: int) -> None:
         """Until every stream has that many tokens."""
@@ -74,9 +80,10 @@ class Streams:
                 waiting.cancel()
                 raise
             if not reading.done():
-                reading.cancel()
-                await asyncio.wait((reading,))
-            if not reading.cancelled() and (error := reading.exception()) is not None:
+                # It ends when it sees that the engine was changed; closing it now would make the next request wait.
+                self._left.append(reading)
+                continue
+            if (error := reading.exception()) is not None:
                 # Whoever watches the engine changes it soon; otherwise the error is one.
                 await asyncio.wait((waiting,), timeout=_CHANGE_WITHIN_S)
                 if not isinstance(error, EngineFailedError) or not waiting.done():
@@ -92,6 +99,8 @@ class Streams:
         async with contextlib.aclosing(batches):
             async for batch in batches:
                 now_s = time.monotonic()
+                if engine is not self._engine:
+                    return
                 if resuming and batch.token_ids:
                     resuming = False
                     stream.resumed_s.append(now_s)

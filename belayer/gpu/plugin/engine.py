@@ -24,6 +24,7 @@ from belayer.gpu.huge_pages import collapse
 from belayer.gpu.ledger import Entry, Ledger, request_digest
 from belayer.gpu.plugin.adoption import Adopted, adopt
 from belayer.gpu.plugin.cache import Cache
+from belayer.gpu.plugin.known import refuse_unknown
 from belayer.gpu.plugin.link import Link
 from belayer.gpu.plugin.rehearsal import rehearse
 from belayer.gpu.plugin.resume import Resumption
@@ -65,6 +66,7 @@ class Engine:
 
     def loop_starts(self, scheduler: Any) -> None:
         """Before Scheduler.run_event_loop: everything is built, nothing has been served."""
+        refuse_unknown(scheduler.server_args)
         collapse()
         self._slots = Slots(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
         if self._cache.epoch:
