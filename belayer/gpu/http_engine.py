@@ -9,7 +9,9 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -27,6 +29,7 @@ RESUME_UNKNOWN = "does not know the request that is resumed"
 WEIGHT_VERSIONS_KEY = "belayer_weight_versions"
 """In a response's `meta_info`: the version of the weights that each token came from, from Belayer's plugin."""
 _RESUME_TAIL_TOKENS = 32
+_TOGETHER_S = 0.001
 
 
 class HttpEngine:
@@ -36,6 +39,8 @@ class HttpEngine:
         self._engine = engine
         self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None
+        self._gathered: list[_Resuming] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(
         self, request: str, prefix: Sequence[int], sampling: Sampling, *, resumes: str = ""
@@ -43,12 +48,13 @@ class HttpEngine:
         """Stream what follows the prefix, of n token ids. Close the iterator (`contextlib.aclosing`) to abort.
 
         `resumes` is the id that this request had on the engine whose KV cache this one took over: then most of the
-        prefix need not be sent. When the engine does not know it, all of it is, in the same call.
+        prefix need not be sent. When the engine does not know it, all of it is, in the same call. Those that resume in
+        the same moment share one HTTP request: 64 of their own take SGLang's server longer than a handover.
         """
         if resumes and len(prefix) > _RESUME_TAIL_TOKENS:
             received = 0
             try:
-                async for batch in self._generate(_resuming_body(request, prefix, sampling, resumes)):
+                async for batch in self._tokens(self._together(_resuming_body(request, prefix, sampling, resumes))):
                     received += len(batch.token_ids)
                     yield batch
                 return
@@ -56,25 +62,14 @@ class HttpEngine:
                 if received or RESUME_UNKNOWN not in error.evidence:
                     raise
             request += "~"  # SGLang aborts an id again 2 s after its response has ended
-        async for batch in self._generate(_body(request, prefix, sampling)):
+        async for batch in self._tokens(self._alone(_body(request, prefix, sampling))):
             yield batch
 
-    async def _generate(self, body: dict[str, Any]) -> AsyncGenerator[TokenBatch]:
-        if self._session is None:
-            # One connection a stream, however many: how many run at once is the engine's to decide.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._silence_s, sock_read=self._silence_s)
+    async def _tokens(self, events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[TokenBatch]:
         received = 0
         try:
-            async with self._session.post(
-                f"{self._engine.address}/generate",
-                data=msgspec.json.encode(body),
-                headers={INCARNATION_HEADER: self._engine.incarnation, "Content-Type": "application/json"},
-                timeout=timeout,
-            ) as response:
-                if response.status != 200:
-                    raise self._refusal(response.status, await response.read())
-                async for event in self._events(response):
+            async with contextlib.aclosing(events):
+                async for event in events:
                     for batch in self._batches(event, received):
                         received += len(batch.token_ids)
                         if batch.token_ids or batch.finish_reason is not None:
@@ -86,8 +81,73 @@ class HttpEngine:
             raise self._failed(f"the stream broke after {received} tokens ({what})") from None
         raise self._failed(f"the stream ended after {received} tokens without a finish reason")
 
+    async def _alone(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The events of one HTTP request."""
+        async with self._post("generate", body) as response:
+            if response.status != 200:
+                raise self._refusal(response.status, await response.read())
+            async for event in self._events(response):
+                yield event
+
+    async def _together(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The same, of a request that shares its HTTP request with all that come within a moment."""
+        mine = _Resuming(body)
+        if not self._gathered:
+            self._beside(self._send_gathered())
+        self._gathered.append(mine)
+        finished = False
+        try:
+            while not finished:
+                event = await asyncio.wait_for(mine.events.get(), self._silence_s)
+                if isinstance(event, Exception):
+                    raise event
+                finished = event.get("meta_info", {}).get("finish_reason") is not None
+                yield event
+        finally:
+            if not finished:
+                self._beside(self._abort(body["rid"]))
+
+    async def _send_gathered(self) -> None:
+        await asyncio.sleep(_TOGETHER_S)
+        group, self._gathered = self._gathered, []
+        by_id = {one.body["rid"]: one for one in group}
+        error: Exception = self._failed("the stream ended without a finish reason")
+        try:
+            async with contextlib.aclosing(self._alone(_joined([one.body for one in group]))) as events:
+                async for event in events:
+                    for one in [by_id[event["meta_info"]["id"]]] if "meta_info" in event else group:
+                        one.events.put_nowait(event)
+        except (EngineFailedError, InputError, PrefixRefusedError, TimeoutError, aiohttp.ClientError, OSError) as cause:
+            error = cause
+        for one in group:
+            one.events.put_nowait(error)
+
+    async def _abort(self, request: str) -> None:
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with self._post("abort_request", {"rid": request}):
+                pass
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        if self._session is None:
+            # One connection a stream, however many: how many run at once is the engine's to decide.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session.post(
+            f"{self._engine.address}/{path}",
+            data=msgspec.json.encode(body),
+            headers={INCARNATION_HEADER: self._engine.incarnation, "Content-Type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._silence_s, sock_read=self._silence_s),
+        )
+
     async def close(self) -> None:
         """Close the connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
@@ -157,6 +217,22 @@ class HttpEngine:
 
     def _failed(self, evidence: str) -> EngineFailedError:
         return EngineFailedError(self._engine.incarnation, evidence)
+
+
+class _Resuming:
+    """A request in a group, and what has come for it: events, and last an error."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+        self.events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+
+
+def _joined(bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """One GenerateReqInput for all of them."""
+    if len(bodies) == 1:
+        return bodies[0]
+    each = {name: [body[name] for body in bodies] for name in ("rid", "input_ids", "sampling_params")}
+    return bodies[0] | each
 
 
 def _resuming_body(request: str, prefix: Sequence[int], sampling: Sampling, resumes: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from aiohttp import web
 from belayer.errors import EngineFailedError, InputError
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
+from tests.waiting import until
 
 Say = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
@@ -28,7 +29,14 @@ async def serving(say: Say, seen: list[Any] | None = None) -> AsyncIterator[Http
         return response
 
     app = web.Application()
+
+    async def abort(request: web.Request) -> web.Response:
+        assert seen is not None
+        seen.append({"abort": (await request.json())["rid"]})
+        return web.Response()
+
     app.router.add_post("/generate", generate)
+    app.router.add_post("/abort_request", abort)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -41,11 +49,11 @@ async def serving(say: Say, seen: list[Any] | None = None) -> AsyncIterator[Http
         await runner.cleanup()
 
 
-def event(ids: list[int], completion: int, finish: Any = None, version: str = "default") -> bytes:
+def event(ids: list[int], completion: int, finish: Any = None, version: str = "default", name: str = "r") -> bytes:
     """As SGLang 0.5.17's tokenizer manager builds it."""
     logprobs = [[-token / 4, token, None] for token in ids]
     info = {
-        "id": "r",
+        "id": name,
         "finish_reason": finish,
         "prompt_tokens": 3,
         "weight_version": version,
@@ -148,3 +156,52 @@ async def test_a_request_that_sglang_calls_wrong_is_the_callers_fault() -> None:
     async with serving(say) as engine:
         with pytest.raises(InputError, match="too long"):
             await collect(engine)
+
+
+async def resume(engine: HttpEngine, name: str, most: int = 99) -> list[int]:
+    """Tokens of a resumption, left early after `most` tokens."""
+    tokens: list[int] = []
+    async with aclosing(engine.generate(name, list(range(40)), Sampling(9), resumes=f"old-{name}")) as batches:
+        async for batch in batches:
+            tokens += batch.token_ids
+            if len(tokens) >= most:
+                break
+    return tokens
+
+
+async def test_resumptions_of_one_moment_share_a_request_and_each_gets_its_own() -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        body = await request.json()
+        for name in body["rid"]:
+            await response.write(event([ord(name)], 1, name=name))
+        for name in reversed(body["rid"]):
+            await response.write(event([ord(name) + 100], 2, STOP, name=name))
+        await response.write(b"data: [DONE]\n\n")
+
+    seen: list[Any] = []
+    async with serving(say, seen) as engine:
+        assert await asyncio.gather(resume(engine, "a"), resume(engine, "b")) == [[97, 197], [98, 198]]
+    assert [body["rid"] for body in seen] == [["a", "b"]]
+    assert [params["custom_params"] for params in seen[0]["sampling_params"]] == [
+        {"belayer_resume": ["old-a", 40]},
+        {"belayer_resume": ["old-b", 40]},
+    ]
+
+
+async def test_who_leaves_a_group_is_aborted_and_the_others_go_on_to_its_break() -> None:
+    aborted = asyncio.Event()
+
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        for name in (await request.json())["rid"]:
+            await response.write(event([ord(name)], 1, name=name))
+        await asyncio.wait_for(aborted.wait(), 10)
+        await response.write(event([198], 2, name="b"))
+
+    seen: list[Any] = []
+    async with serving(say, seen) as engine:
+        other = asyncio.create_task(resume(engine, "b"))
+        assert await resume(engine, "a", most=1) == [97]
+        await until(lambda: {"abort": "a"} in seen)
+        aborted.set()
+        with pytest.raises(EngineFailedError, match="without a finish reason"):
+            await other

@@ -14,8 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from belayer.errors import EngineFailedError
 from belayer.gpu import wire
+from belayer.gpu.errors import TornWeightsError
+from belayer.gpu.memory_client import MemoryClient
 from belayer.gpu.protocol import Sampling
 from tests.gpu.sglang_cell import ENVIRONMENT, MARKS, PROMPTS, PYTHON, ROOT, TOKENS, Cell, run_through_a_failure
 
@@ -127,5 +128,9 @@ async def test_half_an_update_is_torn_and_never_served(cell: Cell) -> None:
         kinds.append((await asyncio.wait_for(anext(events), 30)).kind)
     await events.aclose()
     assert (await cell.host.status()).weights == wire.Weights("torn", 13, cell.main.incarnation)
-    with pytest.raises(EngineFailedError, match=r"the weights are torn: .* began version 13"):
-        await cell.host.start("shadow4", "shadow")
+    client, _ = MemoryClient.connect(cell.folder / "memory.sock", "standby", "shadow")
+    with client, pytest.raises(TornWeightsError, match=r"the weights are torn: .* began version 13"):
+        client.ask(wire.OpenWeights({}, 1), wire.WeightsLent)
+    cell.main = await cell.host.start("anew", "main")
+    assert (await cell.host.status()).weights == wire.Weights("ready", 0)
+    assert await all_tokens(cell, 0) == cell.undisturbed
