@@ -44,7 +44,8 @@ class Resumption:
 
     def completed(self, scheduler: Any, requests: Iterable[Any]) -> list[Any]:
         """The same requests, resuming ones with their whole prefix; one that the ledger does not know is aborted."""
-        return [request for request in requests if self._complete(scheduler, request)]
+        each = [one for request in requests for one in _members(request)]
+        return [request for request in each if self._complete(scheduler, request)]
 
     def _complete(self, scheduler: Any, recv_req: Any) -> bool:
         custom = getattr(getattr(recv_req, "sampling_params", None), "custom_params", None)
@@ -85,6 +86,11 @@ class Resumption:
             return batch
         running_batch.merge_batch(batch)
         return running_batch
+
+
+def _members(recv_req: Any) -> Iterable[Any]:
+    """Requests that came in one HTTP request come as one message."""
+    return recv_req.batch if type(recv_req).__name__ == "BatchTokenizedGenerateReqInput" else (recv_req,)
 
 
 def _abort(scheduler: Any, recv_req: Any, message: str) -> None:
