@@ -6,6 +6,9 @@ with the same event ids; or something else is in its place (another writer went 
 the digests tell. What was lost is written to the shard's stream of losses, restored or not. Whoever goes on writing
 where events could not be restored gets FencedError, WrongSequenceError or DamagedJournalError.
 
+Writers that followed each other within seconds hold a part each. Whoever finds that something before its own part is
+missing waits for GAP_S, in which the earlier writer may store it again.
+
 A stream that its owner removed has left a mark for a minute, so it does not come back; one that was trimmed begins
 after what is held.
 """
@@ -29,6 +32,7 @@ from belayer.journal.link import Link, Reply, pack
 from belayer.journal.replies import ASK, Again, Refused, judged_error
 from belayer.journal.writes import EMPTY, Append, Tail
 
+GAP_S = 5.0
 _STREAMS_AT_ONCE = 256
 _APPEND_AGAIN = b"""
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
@@ -70,6 +74,8 @@ class Restorer:
         self._unconfirmed = False
         self._found: dict[bytes, Loss] = {}
         """What is not reported yet, of each stream."""
+        self.gaps: dict[bytes, float] = {}
+        """Streams of which something before what is held is missing, and until when that is waited for."""
 
     async def restore(self, link: Link, timeout_s: float) -> dict[bytes, Tail]:
         """Look at every stream of which something is held, store again what is missing; where these streams end now.
@@ -96,6 +102,8 @@ class Restorer:
             newest = writes[-1].entry
             if place is None or place.removed:
                 continue
+            if self._has_gap(writes, place.last):
+                continue
             if place.ours == newest:
                 if place.last == newest:
                     tails[writes[-1].key] = (newest.last_sequence, newest.digest)
@@ -111,6 +119,15 @@ class Restorer:
             if gone := await self._not_there(link, writes, timeout_s):
                 self._found[writes[0].key] = _loss(gone, restored=False)
         self._held.forget({writes[0].key for writes in overtaken})
+
+    def _has_gap(self, writes: list[Append], last: Entry | None) -> bool:
+        """Whether something before the writes is missing that may still come."""
+        key, now = writes[0].key, time.monotonic()
+        end = 0 if last is None else last.last_sequence
+        if writes[0].entry.expected_sequence > end and now < self.gaps.setdefault(key, now + GAP_S):
+            return True
+        self.gaps.pop(key, None)
+        return False
 
     async def _look(self, link: Link, streams: list[list[Append]], timeout_s: float) -> list[_Place | None]:
         """What the server has of each stream; None where it cannot say (it moves elsewhere, or is not ours)."""

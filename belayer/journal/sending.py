@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Sequence
 
 import hiredis
 
-from belayer.errors import JournalError, ServerRefusedError
+from belayer.errors import JournalError, ServerRefusedError, WrongSequenceError
 from belayer.journal.codec import Entry
 from belayer.journal.confirming import Confirmation
 from belayer.journal.durability import Durability
@@ -139,6 +139,8 @@ class Sender:
             return
         with contextlib.suppress(LinkLostError, Again, JournalError):
             home = await self.linked(timeout_s)
+            if self._restorer.gaps:
+                home.tails |= await self._restorer.restore(home.link, timeout_s)
             if await self._route.is_current(home.link, timeout_s):
                 await home.link.exchange([_PING], 1, timeout_s)
                 self._held.prune()
@@ -275,6 +277,8 @@ class Sender:
                 if stored is not None and stored.body == write.entry.body:
                     found.append(write)
                 elif error := check_chain(write.stream, write.entry, last):
+                    if write.key in self._restorer.gaps and isinstance(error, WrongSequenceError):
+                        raise Again("another writer may still store again what comes before it")
                     write.settle(error)
             except Again as error:
                 left.add(write, error.cause)

@@ -10,6 +10,7 @@ import pytest
 
 from belayer import ids
 from belayer.errors import DamagedJournalError, FencedError, WrongSequenceError
+from belayer.journal import restoring
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import TrajectoryFinished
 from belayer.journal.store import JournalStore
@@ -101,6 +102,49 @@ async def test_what_another_writer_went_on_without_is_reported_and_not_stored(
         assert [recorded.epoch for recorded in await stored(other)] == [1, 1, 1, 2, 2]
         await store.close()
         await other.close()
+
+
+async def test_writers_that_followed_each_other_store_their_parts_in_order(
+    tmp_path: Path, server: EmbeddedServer
+) -> None:
+    """The later one finds a gap and waits; the earlier one comes back only then."""
+    async with Proxy(tmp_path, server.url).running() as proxy:
+        earlier, later = await opened(proxy.url), await opened(server.url)
+        await written(earlier)
+        writer, _ = await take_over(later, T, "b")
+        await writer.append(generation(7))
+        before = await stored(later)
+        proxy.hold(b"INFO")
+        for _ in range(3):
+            await lose_the_last_entry(server)
+        waiting = asyncio.create_task(writer.append(generation(8)))
+        await asyncio.wait([waiting], timeout=0.2)
+        assert not waiting.done()
+        proxy.release()
+        assert await waiting == 7
+        assert (await stored(later))[:6] == before
+        losses = [(loss.first_sequence, loss.last_sequence, loss.restored) for loss in await later.losses()]
+        assert losses == [(4, 4, True), (5, 6, True)]
+        await earlier.close()
+        await later.close()
+
+
+async def test_a_gap_that_nobody_fills_is_told_in_the_end(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring, "GAP_S", 0.5)
+    store, other = await opened(server.url), await opened(server.url, held_bytes=0)
+    await written(other)
+    writer, _ = await take_over(store, T, "b")
+    for _ in range(2):
+        await lose_the_last_entry(server)
+    with pytest.raises(WrongSequenceError) as caught:
+        await writer.append(generation(8))
+    assert (caught.value.expected, caught.value.actual) == (5, 3)
+    (loss,) = await store.losses()
+    assert (loss.first_sequence, loss.last_sequence, loss.restored) == (5, 5, False)
+    await store.close()
+    await other.close()
 
 
 async def test_a_lost_takeover_is_not_stored_again_over_the_writer_that_it_had_fenced(
