@@ -202,7 +202,7 @@ async def test_random_faults_lose_no_more_than_the_mode_says_and_double_nothing(
     rng = random.Random(SEED)
     async with scene(tmp_path, durability) as at:
         kinds = (*at.kinds, "crashed") if durability == "everysec" else at.kinds
-        stores = [await open_store(url, durability=durability, timeout_s=30.0) for url in at.urls]
+        stores = [await open_store(url, durability=durability, timeout_s=60.0) for url in at.urls]
         load = Load(may_lose=durability == "everysec")
         async with asyncio.TaskGroup() as tasks:
             for number, stream in enumerate(STREAMS):

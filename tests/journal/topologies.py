@@ -183,7 +183,8 @@ class Sentinel:
         self.pid = int(await self._supervisor.stdout.readline())
         await until(lambda: accepts(self.port), what="the sentinel")
         fast = ("INFO-PERIOD", "200", "ASK-PERIOD", "100", "PING-PERIOD", "100", "PUBLISH-PERIOD", "200")
-        await command(self.url, "SENTINEL", "DEBUG", *fast)
+        patient = ("TILT-TRIGGER", "20000", "TILT-PERIOD", "1000")  # else a busy machine stops failovers for 30 s
+        await command(self.url, "SENTINEL", "DEBUG", *fast, *patient)
 
     async def stop(self) -> None:
         supervisor, self._supervisor = self._supervisor, None
