@@ -74,17 +74,18 @@ async def stored(store: JournalStore, stream: StreamId = T) -> list[Recorded]:
     return [recorded async for recorded in read_events(store, stream)]
 
 
-async def lose_the_last_entry(server: EmbeddedServer) -> None:
-    """What a crash of the machine does in mode everysec: the newest command was never written to disk."""
+async def lose_the_last_entry(server: EmbeddedServer, entries: int = 1) -> None:
+    """What a crash of the machine does in mode everysec: the newest commands were never written to disk."""
     await server.stop()
     (aof,) = (server.folder / "appendonlydir").glob("*.incr.aof")
     data = aof.read_bytes()
-    start = data.rindex(b"XADD")
-    start = data.rindex(b"*", 0, start)
-    multi = data.rfind(b"*1\r\n$5\r\nMULTI", 0, start)
-    if data.find(b"EXEC", multi) > start > multi >= 0:
-        start = multi
-    aof.write_bytes(data[:start])
+    for _ in range(entries):
+        start = data.rindex(b"*", 0, data.rindex(b"XADD"))
+        multi = data.rfind(b"*1\r\n$5\r\nMULTI", 0, start)
+        if data.find(b"EXEC", multi) > start > multi >= 0:
+            start = multi
+        data = data[:start]
+    aof.write_bytes(data)
     await server.start()
 
 

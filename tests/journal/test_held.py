@@ -115,8 +115,7 @@ async def test_writers_that_followed_each_other_store_their_parts_in_order(
         await writer.append(generation(7))
         before = await stored(later)
         proxy.hold(b"INFO")
-        for _ in range(3):
-            await lose_the_last_entry(server)
+        await lose_the_last_entry(server, 3)
         waiting = asyncio.create_task(writer.append(generation(8)))
         await asyncio.wait([waiting], timeout=0.2)
         assert not waiting.done()
@@ -136,8 +135,7 @@ async def test_a_gap_that_nobody_fills_is_told_in_the_end(
     store, other = await opened(server.url), await opened(server.url, held_bytes=0)
     await written(other)
     writer, _ = await take_over(store, T, "b")
-    for _ in range(2):
-        await lose_the_last_entry(server)
+    await lose_the_last_entry(server, 2)
     with pytest.raises(WrongSequenceError) as caught:
         await writer.append(generation(8))
     assert (caught.value.expected, caught.value.actual) == (5, 3)
