@@ -62,12 +62,18 @@ class Comparison(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = self.new_loop()
         self.folder = tempfile.TemporaryDirectory(prefix="belayer-test-")
         self.model = MemoryStore()
         self.writers: dict[ids.StreamId, list[Writer]] = {stream: [] for stream in STREAMS}
         self.sent: list[tuple[ids.StreamId, Entry]] = []
         self.run(self.start())
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
+    def end_loop(self) -> None:
+        self.loop.close()
 
     async def start(self) -> None:
         self.server = EmbeddedServer(Path(self.folder.name), settings={"appendfsync": "always"})
@@ -81,7 +87,7 @@ class Comparison(RuleBasedStateMachine):
         if hasattr(self, "loop"):
             self.run(self.stop())
             self.folder.cleanup()
-            self.loop.close()
+            self.end_loop()
 
     async def stop(self) -> None:
         if hasattr(self, "redis"):

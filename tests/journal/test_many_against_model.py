@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -19,7 +20,7 @@ from redis.crc import key_slot
 from belayer.journal.connect import open_store
 from belayer.journal.store import JournalStore
 from tests.journal.test_against_model import STREAMS, Comparison, settled
-from tests.journal.topologies import Cluster, Sentineled, SlotMove, detached, follow, in_step
+from tests.journal.topologies import Cluster, Sentineled, SlotMove, detached, follow, in_step, sentineled
 from tests.waiting import until
 
 STEPS = int(os.environ.get("BELAYER_TEST_STEPS", "0"))
@@ -83,9 +84,17 @@ class OnSentinels(Comparison):
 
     kinds = ("rolled back",)
 
-    def __init__(self, made: Sentineled) -> None:
+    def __init__(self, made: Sentineled, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self.made = made
+        self._loop = loop
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        """The one in which the servers were started, because they are stopped and started here."""
+        return self._loop
+
+    def end_loop(self) -> None:
+        pass
 
     async def start(self) -> None:
         namespace = f"test-{os.urandom(6).hex()}"
@@ -119,7 +128,13 @@ def test_slots_that_move(shared_cluster: Cluster) -> None:
     assert STEPS or time.monotonic() - started < 60.0
 
 
-def test_failovers_that_roll_back(shared_sentinels: Sentineled) -> None:
+def test_failovers_that_roll_back(tmp_path: Path) -> None:
     started = time.monotonic()
-    run_state_machine_as_test(lambda: OnSentinels(shared_sentinels), settings=steps(48, 12))
+    with asyncio.Runner() as runner:
+        context = sentineled(tmp_path / "s")
+        made = runner.run(context.__aenter__())
+        try:
+            run_state_machine_as_test(lambda: OnSentinels(made, runner.get_loop()), settings=steps(48, 12))
+        finally:
+            runner.run(context.__aexit__(None, None, None))
     assert STEPS or time.monotonic() - started < 60.0
