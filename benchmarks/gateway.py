@@ -45,17 +45,19 @@ PROMPT = [USER, 1, END, ASSISTANT]
 OPENING = 256
 """Requests that are opened at once."""
 READY_S = 60.0
-LOAD_S = 300.0
+OPEN_S = 400.0
+TOKENS = 2_000
+"""More than any stream comes to."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """So many streams of so many tokens at so many tokens a second each."""
+    """So many streams at so many tokens a second each, measured for so long once all are open."""
 
     name: str
     streams: int
-    tokens: int
     tokens_per_s: float
+    seconds: float
 
 
 class ClockEngine(RecordedEngine):
@@ -68,10 +70,10 @@ class ClockEngine(RecordedEngine):
         return event
 
 
-async def serve_engine(tokens: int, tokens_per_s: float) -> None:
+async def serve_engine(tokens_per_s: float) -> None:
     """The engine process; ends with its parent."""
     exit_with_owner(os.getppid())
-    recording = TokenRecording("clock", PROMPT, [[*([272] * tokens), END]])
+    recording = TokenRecording("clock", PROMPT, [[*([272] * TOKENS), END]])
     runner = web.AppRunner(ClockEngine([recording], tokens_per_s, "clock", False).application(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
@@ -81,7 +83,6 @@ async def serve_engine(tokens: int, tokens_per_s: float) -> None:
 
 class Info(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, None]]
-    finish_reason: dict[str, Any] | None
 
 
 class Event(msgspec.Struct):
@@ -90,28 +91,42 @@ class Event(msgspec.Struct):
 
 @dataclass
 class Callers:
-    """All streams of one run, and what they saw."""
+    """All streams of one run, and what they saw while all of them were open."""
 
     address: str
     load: Load
     begun: float
     latencies: array[float] = field(default_factory=lambda: array("d"))
     first_s: list[float] = field(default_factory=list[float])
+    opening_s: float = 0.0
     open: int = 0
-    most_open: int = 0
-    tokens: int = 0
     failed: int = 0
+    measuring: bool = False
 
-    async def run(self) -> None:
-        """Open all streams, a few at once; count tokens once they are all open."""
+    async def run(self, pid: int) -> tuple[float, float]:
+        """Open all streams, measure for a while, leave. Processor seconds meanwhile and MB at the end, of a process."""
         self._gate = asyncio.Semaphore(OPENING)
+        self._all_open = asyncio.Event()
         self._decode = msgspec.json.Decoder(Event).decode
-        async with asyncio.timeout(LOAD_S):
-            await asyncio.gather(*(self._stream(number) for number in range(self.load.streams)))
+        started = time.monotonic()
+        tasks = [asyncio.create_task(self._stream(number)) for number in range(self.load.streams)]
+        try:
+            await asyncio.wait_for(self._all_open.wait(), OPEN_S)
+            self.opening_s = time.monotonic() - started
+            before_s, _ = used(pid)
+            self.measuring = True
+            await asyncio.sleep(self.load.seconds)
+            self.measuring = False
+            after_s, memory_mb = used(pid)
+            return after_s - before_s, memory_mb
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, number: int) -> None:
         host, _, port = self.address.removeprefix("http://").rpartition(":")
-        sampling = {"max_new_tokens": self.load.tokens, "temperature": 0.0}
+        sampling = {"max_new_tokens": TOKENS, "temperature": 0.0}
         body = {"input_ids": PROMPT, "rid": f"r{number}", "sampling_params": sampling}
         content = json.dumps({**body, "return_logprob": True, "stream": True}).encode()
         async with self._gate:
@@ -120,34 +135,20 @@ class Callers:
             head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
             writer.write(head.encode() + content)
             await reader.readuntil(b"\r\n\r\n")
+        self.first_s.append(time.monotonic() - asked)
         self.open += 1
-        self.most_open = max(self.most_open, self.open)
+        if self.open == self.load.streams:
+            self._all_open.set()
         try:
-            await self._read(reader, asked)
+            while line := await reader.readline():
+                if line.startswith(b"data: {"):
+                    said = self._decode(line[6:]).meta_info.output_token_logprobs
+                    now = time.monotonic()
+                    if self.measuring:
+                        self.latencies.extend(now - self.begun - entry[0] for entry in said)
+            self.failed += 1  # no stream ends by itself here
         finally:
-            self.open -= 1
             writer.close()
-
-    async def _read(self, reader: asyncio.StreamReader, asked: float) -> None:
-        seen = 0
-        while line := await reader.readline():
-            if not line.startswith(b"data: {"):
-                continue
-            try:
-                event = self._decode(line[6:])
-            except msgspec.DecodeError:
-                break
-            now = time.monotonic()
-            if not seen:
-                self.first_s.append(now - asked)
-            said = event.meta_info.output_token_logprobs
-            seen += len(said)
-            if self.most_open == self.load.streams:
-                self.latencies.extend(now - self.begun - entry[0] for entry in said)
-            if event.meta_info.finish_reason is not None:
-                break
-        self.tokens += seen
-        self.failed += seen != self.load.tokens
 
 
 def used(pid: int) -> tuple[float, float]:
@@ -186,41 +187,35 @@ async def measure(load: Load, begun: float, folder: Path) -> dict[str, Any]:
             "-m",
             "benchmarks.gateway",
             "--engine",
-            str(load.tokens),
             str(load.tokens_per_s),
         ]
         engine, port = await stack.enter_async_context(process(*engine_words, BEGUN=str(begun)))
         address = f"http://127.0.0.1:{port.strip()}"
         direct = Callers(address, load, begun)
-        await direct.run()
+        await direct.run(engine.pid)
         server = await stack.enter_async_context(EmbeddedServer(folder / load.name))
         await register(server.url, engine.pid, address)
         words = [sys.executable, "-m", "belayer.cli.main", "gateway", "--worker", "w", "--url", server.url]
         gateway, ready = await stack.enter_async_context(process(*words))
-        before_s, idle_mb = used(gateway.pid)
+        _, idle_mb = used(gateway.pid)
         through = Callers(ready.split()[1], load, begun)
-        running = asyncio.create_task(through.run())
-        most_mb = idle_mb
-        while not running.done():
-            most_mb = max(most_mb, used(gateway.pid)[1])
-            await asyncio.wait([running], timeout=0.5)
-        running.result()
-        spent_s = used(gateway.pid)[0] - before_s
-        audit = await chunks(server.url)
+        spent_s, memory_mb = await through.run(gateway.pid)
+        appends = await entries(server.url)
     found = {"direct": quantiles(direct.latencies), "gateway": quantiles(through.latencies)}
     return {
         "streams": load.streams,
-        "tokens_per_s": round(load.streams * load.tokens_per_s),
-        "most_open": through.most_open,
+        "tokens_per_s": round(len(through.latencies) / load.seconds),
         "token_latency_ms": found,
         "added_ms": {q: round(found["gateway"][q] - found["direct"][q], 2) for q in ("p50", "p99")},
-        "first_token_ms": {"direct": quantiles(direct.first_s), "gateway": quantiles(through.first_s)},
+        "headers_ms": {"direct": quantiles(direct.first_s), "gateway": quantiles(through.first_s)},
+        "opening_s": {"direct": round(direct.opening_s, 1), "gateway": round(through.opening_s, 1)},
         "measured_tokens": [len(direct.latencies), len(through.latencies)],
-        "gateway_mb": {"idle": round(idle_mb), "most": round(most_mb)},
-        "gateway_kb_a_stream": round(1024 * (most_mb - idle_mb) / load.streams, 1),
-        "gateway_cpu_us_a_token": round(1e6 * spent_s / through.tokens),
+        "gateway_mb": {"idle": round(idle_mb), "all open": round(memory_mb)},
+        "gateway_kb_a_stream": round(1024 * (memory_mb - idle_mb) / load.streams, 1),
+        "gateway_cpu_share": round(spent_s / load.seconds, 2),
+        "gateway_cpu_us_a_token": round(1e6 * spent_s / len(through.latencies)),
         "failed": direct.failed + through.failed,
-        **audit,
+        "entries_a_trajectory": appends,
     }
 
 
@@ -233,13 +228,13 @@ async def register(url: str, pid: int, address: str) -> None:
     await store.close()
 
 
-async def chunks(url: str) -> dict[str, int]:
-    """How many trajectories the journal has, and entries in some of them."""
+async def entries(url: str) -> int:
+    """How many entries a trajectory has in the journal, on average over some of them."""
     store = await open_store(url)
     streams = await store.streams(ids.StreamKind.TRAJECTORY)
-    entries = [len(await store.read(stream)) for stream in streams[:50]]
+    counts = [len(await store.read(stream, limit=100_000)) for stream in streams[:50]]
     await store.close()
-    return {"trajectories": len(streams), "entries_a_trajectory": round(statistics.mean(entries))}
+    return round(statistics.mean(counts))
 
 
 async def main(streams: int, quick: bool) -> int:
@@ -247,11 +242,11 @@ async def main(streams: int, quick: bool) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(streams, (hard - 200) // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * most + 200)), hard))
-    loads = [Load("many", most, 12, 0.2), Load("busy", 64, 600, 30.0)]
+    loads = [Load("many", most, 0.2, 30.0), Load("busy", 64, 30.0, 15.0)]
     if quick:
-        loads = [Load("many", min(most, 500), 10, 1.0), Load("busy", 16, 150, 30.0)]
+        loads = [Load("many", min(most, 500), 0.5, 6.0), Load("busy", 16, 30.0, 4.0)]
     machine = {"kernel": platform.release(), "cpus": os.cpu_count(), "python": platform.python_version()}
-    results: dict[str, Any] = {"machine": machine, "load_before": os.getloadavg()}
+    results: dict[str, Any] = {"machine": machine, "load_average_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="belayer-gateway-") as folder:
         for load in loads:
             results[load.name] = await measure(load, begun, Path(folder))
@@ -260,7 +255,7 @@ async def main(streams: int, quick: bool) -> int:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     many, busy = results["many"], results["busy"]
     summary = {
-        "open_streams": many["most_open"],
+        "open_streams": many["streams"],
         "gateway_kb_a_stream": many["gateway_kb_a_stream"],
         "added_p50_ms": busy["added_ms"]["p50"],
         "added_p99_ms": busy["added_ms"]["p99"],
@@ -277,8 +272,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        asyncio.run(serve_engine(int(options.engine[0]), float(options.engine[1])))
+        asyncio.run(serve_engine(options.engine))
     sys.exit(asyncio.run(main(options.streams, options.quick)))

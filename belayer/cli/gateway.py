@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from belayer.cli.options import Namespace, Url
+from belayer.cli.options import ArchiveUrl, Namespace, Url, with_archive
 from belayer.errors import InputError
 from belayer.gpu.gateway.settings import Settings
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _DEFAULT = Settings()
 _FILES_A_STREAM = 2
 _FILES_BESIDES = 200
+_COLLECT_AFTER = 50_000
 
 HELP = """Answer rollout code in place of the engines: /generate, /v1/completions and /v1/chat/completions.
 
@@ -47,6 +48,7 @@ def gateway(
     worker: Annotated[list[str], _option("A worker of the journal whose engines answer; may be repeated.", "WORKER")],
     url: Url = None,
     namespace: Namespace = "default",
+    archive: ArchiveUrl = None,
     durability: Annotated[
         str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")
     ] = "everysec",
@@ -113,10 +115,16 @@ def gateway(
         run=run,
         model=model,
     )
+    import gc
+
     from belayer.blocking import new_event_loop
 
+    # Ten thousand streams are millions of objects that stay: looking through them for garbage as often as Python does
+    # by itself would cost more than the streams.
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, 50, 50)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_run(worker, url, namespace, durability, host, port, _loaded(tokenizer), settings))
+        runner.run(_run(worker, url, namespace, archive, durability, host, port, _loaded(tokenizer), settings))
 
 
 def _loaded(folder: Path | None) -> Tokenizer | None:
@@ -151,6 +159,7 @@ async def _run(
     workers: list[str],
     url: str | None,
     namespace: str,
+    archive: str | None,
     durability: str,
     host: str,
     port: int,
@@ -163,7 +172,7 @@ async def _run(
 
     if not url:
         raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")
-    store = await open_store(url, durability=durability, namespace=namespace)
+    store = with_archive(await open_store(url, durability=durability, namespace=namespace), archive, namespace)
 
     async def report(worker: str, incarnation: str, kind: Literal["died", "unreachable"], evidence: str) -> None:
         await report_engine_failure(store, worker, incarnation, kind, evidence, "gateway")

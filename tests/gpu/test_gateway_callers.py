@@ -12,13 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from belayer import ids
+from belayer.actors.archiver import Archiver
 from belayer.gpu.recorded_prefix import TokenRecording
+from belayer.journal.archive import open_archive
+from belayer.journal.archived_store import ArchivedStore
 from belayer.journal.events import (
     ActionCommitted,
     EpochStarted,
     GenerationFinished,
     Rewound,
     TrajectoryAborted,
+    TrajectoryFinished,
     TrajectoryStarted,
 )
 from tests.gpu.gateway_site import (
@@ -231,3 +235,20 @@ def test_a_stream_read_in_any_pieces_is_the_same(tmp_path: Path, cuts: list[int]
                 assert (tokens, logprobs) == (TURN, LOGPROBS)
 
     asyncio.run(run())
+
+
+async def test_an_answer_that_was_archived_says_where_it_is(quick: Site, tmp_path: Path) -> None:
+    archive = open_archive(str(tmp_path / "archive"))
+    async with quick.gateway() as client:
+        await client.ask(**WHOLE, rid="a")
+        await until(lambda: _is_finished(quick, "a"), what="the trajectory's end")
+        assert await Archiver(quick.store, archive, "archiver/test").archive(["a"]) == {"a": None}
+        gone = await client.ask(**WHOLE, rid="a")
+        assert gone.status == 410 and gone.error.startswith("archived") and "--archive" in gone.error
+    made = Site(ArchivedStore(quick.store, archive), quick.host, quick.recovery)
+    async with made.gateway() as client:
+        assert (await client.ask(**WHOLE, rid="a")).body["output_ids"] == TURN
+
+
+async def _is_finished(made: Site, name: str) -> bool:
+    return isinstance((await made.events(name))[-1], TrajectoryFinished)

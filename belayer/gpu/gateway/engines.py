@@ -8,11 +8,13 @@ a hung engine is for the detector to see.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+from belayer.errors import JournalError
 from belayer.gpu.gateway.workers import Route
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineProcess
@@ -23,6 +25,7 @@ Report = Callable[[str, str, Literal["died", "unreachable"], str], Awaitable[obj
 """Says in the journal that (worker, incarnation) has failed (how, evidence)."""
 
 _ANSWER_S = 2.0
+_log = logging.getLogger("belayer.gateway")
 _AGAIN_S = 1.0
 
 
@@ -66,9 +69,17 @@ class Engines:
 
     async def _judge(self, route: Route, evidence: str) -> bool:
         kind = await _death(route.engine.registered)
-        if kind is not None:
+        if kind is None:
+            return False
+        try:
             await self._report(route.worker, route.incarnation, kind, evidence)
-        return kind is not None
+        except JournalError as error:
+            _log.warning(
+                "engine %s %s (%s), and the journal was not told: %s", route.incarnation, kind, evidence, error
+            )
+        if (client := self._clients.pop(route.incarnation, None)) is not None:
+            await client.close()
+        return True
 
     def _forget(self, incarnation: str, task: asyncio.Task[bool]) -> None:
         """A dead engine stays known as dead; anything else is looked at again next time."""

@@ -63,7 +63,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
     input_ids: list[TokenId] | None = None
     text: str | None = None
-    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    sampling_params: SamplingParams | None = None
     return_logprob: bool | None = False
     stream: bool | None = False
     rid: str | None = None
@@ -97,7 +97,7 @@ def asked(body: bytes, headers: Mapping[str, str], offset: int) -> tuple[Asked, 
         given = msgspec.json.decode(body, type=GenerateBody)
     except msgspec.DecodeError as error:
         raise wrong(f"the body is not a request to /generate: {error}") from None
-    sampling = given.sampling_params
+    sampling = given.sampling_params or SamplingParams()
     only_neutral("", {name: getattr(given, name) for name in _REFUSED})
     only_neutral("sampling_params.", {name: getattr(sampling, name) for name in _SAMPLING_REFUSED})
     if (given.input_ids is None) == (given.text is None):

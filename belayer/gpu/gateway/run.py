@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from belayer.client import CHUNK_S, CHUNK_TOKENS, Trajectory
 from belayer.errors import (
+    ArchivedError,
     BelayerError,
     EngineFailedError,
     FencedError,
@@ -97,7 +98,7 @@ class Run:
             if not self._given_up:
                 fail(later("stopped", "this gateway is stopping; ask again with the same rid and your offset"))
                 raise
-            fail(RefusedError(499, "given_up", f"given up: {self._given_up}"))
+            fail(RefusedError(410, "aborted", f"rid {self.asked.rid} was given up: {self._given_up}"))
             await self._abort(trajectory, self._given_up)
         except TimeoutError:
             fail(RefusedError(504, "timeout", f"not complete after {limit_s:g} s; see --request-timeout-s"))
@@ -111,6 +112,8 @@ class Run:
             fail(_taken(self.asked, error))
         except JournalUnavailableError as error:
             fail(later("journal_unavailable", f"{error}; ask again with the same rid and your offset", 5))
+        except ArchivedError as error:
+            fail(RefusedError(410, "archived", str(error)))
         except BelayerError as error:
             fail(RefusedError(500, "internal_error", str(error)))
         finally:

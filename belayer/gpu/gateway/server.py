@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,16 +101,18 @@ class Handlers:
                     body=_encode(self._whole(answer, form, part, head)), content_type="application/json"
                 )
             response = web.StreamResponse(headers={**_EVENT_STREAM, "X-Request-Id": asked.rid})
-            await response.prepare(request)
             try:
+                await response.prepare(request)
                 async for part in answer.parts(caller):
                     await response.write(b"".join(self._events(answer, form, part, head)))
                 await response.write(b"data: [DONE]\n\n")
             except RefusedError as error:
-                await response.write(b"data: " + _encode(error.body()) + b"\n\n")
+                with suppress(ConnectionError):
+                    await response.write(b"data: " + _encode(error.body()) + b"\n\n")
             except ConnectionError:
                 return response  # the caller is gone; nobody is left to tell
-            await response.write_eof()
+            with suppress(ConnectionError):
+                await response.write_eof()
             return response
 
     def _whole(self, answer: Answer, form: Form, part: Part, head: Mapping[str, Any]) -> dict[str, Any]:
