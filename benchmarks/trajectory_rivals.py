@@ -46,7 +46,7 @@ class Alone:
         """Bring the trajectory to its end, whatever it takes."""
         started = time.monotonic()
         async with Engines(self._around) as engines:
-            engine = engines.connect(await engines.serving())
+            engine = engines.connect((await engines.serving())[1])
             attempt = 1
             while not await self._attempt(engine, f"belayer-{self._name}-e{attempt}"):
                 attempt += 1

@@ -85,6 +85,10 @@ class Checkpointer:
             self._host_name,
             self._patience_s,
         )
+        if (
+            state.phase != "live"
+        ):  # taking it over would cost a recovery its work; what is open waits for the next boundary
+            return
         prefix = await self._trajectories.look(name)
         if state.open_checkpoint is None and not await self._wanted(name, prefix, state):
             return

@@ -10,7 +10,15 @@ from belayer.actors.checkpointer import HOLD_AFTER, Checkpointer
 from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
 from belayer.client import Trajectory
 from belayer.errors import CheckpointRefusedError, WrongSequenceError
-from belayer.journal.events import CheckpointDiscarded, CheckpointPublished, CheckpointStarted, SandboxSpec
+from belayer.journal.events import (
+    CheckpointDiscarded,
+    CheckpointPublished,
+    CheckpointStarted,
+    FailureDetected,
+    RecoveryStarted,
+    SandboxRestored,
+    SandboxSpec,
+)
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import Notice
 from belayer.journal.writer import Reader, take_over
@@ -146,3 +154,22 @@ async def test_after_some_captures_in_vain_the_next_action_has_to_wait() -> None
         CheckpointPublished,
     ]
     assert (await look(store, NAME)).refused == 0
+
+
+async def test_a_recovery_is_not_fenced_off_for_a_dead_checkpointers_sake() -> None:
+    store, host = MemoryStore(), ModelHost()
+    await one_action(store, host)
+    box = await look(store, NAME)
+    dead, _ = await take_over(store, ids.sandbox(NAME), "dead")
+    await dead.append(CheckpointStarted("t-b1-e2", box.incarnation, 1, 9))
+    recovery, _ = await take_over(store, ids.sandbox(NAME), "recovery")
+    await recovery.append(
+        FailureDetected(box.incarnation, "died", "", "detector"), RecoveryStarted(box.incarnation, "", "recovery")
+    )
+    checkpointer = Checkpointer(store, host, "host", "one")
+    await checkpointer.handle(NOTICE)
+    assert (await look(store, NAME)).epoch == recovery.epoch
+    made = await host.create("run", NAME, f"belayer-{NAME}-e{recovery.epoch}", SandboxSpec("image"))
+    await recovery.append(SandboxRestored("", 0, 0, made.name, made.container_id, "image", "host", 1, 1, 0.1))
+    await checkpointer.handle(NOTICE)
+    assert (await captures(store))[:2] == [CheckpointStarted, CheckpointDiscarded], "at the next notice it is discarded"
