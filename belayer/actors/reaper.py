@@ -17,7 +17,7 @@ from belayer.gpu.protocol import EngineHost
 from belayer.ids import StreamKind
 from belayer.journal.events import RunFinished, SandboxRemoved, WorkerRemoved
 from belayer.journal.store import JournalStore, Notice
-from belayer.journal.writer import Reader, take_over
+from belayer.journal.writer import Reader, mark_of, take_over
 from belayer.processes import wait_exit
 from belayer.projections import run, sandbox, trajectory, worker
 from belayer.sandbox.protocol import SandboxHost
@@ -55,8 +55,11 @@ class Reaper:
                 pass
 
     async def _remove_ended(self, name: str) -> None:
-        prefix = trajectory.fold(await Reader(self._store, ids.trajectory(name), from_mark=True).catch_up())
-        if prefix.phase in ("finished", "aborted"):
+        history = await Reader(self._store, ids.trajectory(name), from_mark=True).catch_up()
+        prefix = trajectory.fold(history)
+        if mark_of(history) is not None:
+            await self._remove_things(name)  # the journal says 'removed'; who said so may have died before he did it
+        elif prefix.phase in ("finished", "aborted"):
             await self._remove_sandbox(name, f"the trajectory is {prefix.phase}")
 
     async def _remove_sandbox(self, name: str, reason: str) -> None:
@@ -67,6 +70,10 @@ class Reaper:
             writer, history = await take_over(self._store, ids.sandbox(name), self._by)
             state = sandbox.fold(history)
             await writer.append(SandboxRemoved(state.incarnation, reason))
+        await self._remove_things(name)
+
+    async def _remove_things(self, name: str) -> None:
+        """What this host has of the trajectory's sandbox."""
         for incarnation in await self._incarnations(name):
             await self._sandboxes.remove(incarnation)
         for checkpoint in await self._sandboxes.checkpoints():

@@ -2,8 +2,8 @@
 
 Checked by the writer before anything is sent: after LimitError nothing was stored and the writer goes on. The defaults
 are far above what rollouts do: an event of 8 MiB is a prompt of 2,000,000 tokens, a stream of 1 GiB are 100,000,000.
-What ends a trajectory is always taken, so that a stream that is full can be closed. How much waits in one process is
-bounded by `open_store(waiting_bytes=...)`.
+What ends or recovers a trajectory is always taken, so that a stream that is full can be closed. How much waits in one
+process is bounded by `open_store(waiting_bytes=...)`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,22 @@ from belayer.journal.events import (
     FailureDetected,
     GenerationFinished,
     RecoveryStarted,
+    Rewound,
     TrajectoryAborted,
     TrajectoryFinished,
+    TrajectoryResumed,
     tag_of,
 )
 
-_ALWAYS = (GenerationFinished, TrajectoryFinished, TrajectoryAborted, FailureDetected, RecoveryStarted)
+_ALWAYS = (
+    GenerationFinished,
+    TrajectoryFinished,
+    TrajectoryAborted,
+    FailureDetected,
+    RecoveryStarted,
+    Rewound,
+    TrajectoryResumed,
+)
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from belayer import ids
 from belayer.actors.actor import run_actor
 from belayer.actors.archiver import GROUP, Archiver
+from belayer.actors.reaper import Reaper
+from belayer.actors.sandboxes import incarnation_name
 from belayer.errors import ArchiveError, DamagedJournalError, FencedError, ProtocolError, WrongSequenceError
 from belayer.ids import StreamId
 from belayer.journal.archive import Archive, Located
 from belayer.journal.archive_storage import LocalStorage
 from belayer.journal.codec import Recorded
 from belayer.journal.connect import open_store
-from belayer.journal.events import GenerationStarted
+from belayer.journal.events import GenerationStarted, SandboxSpec
 from belayer.journal.memory_store import MemoryStore
-from belayer.journal.store import JournalStore
+from belayer.journal.store import JournalStore, Notice
 from belayer.journal.writer import StreamWriter, take_over
 from replay.audit import JournalAudit
 from replay.stream_audit import StreamAudit
+from tests.actors.model import ModelHost
 from tests.archives import (
     ARCHIVER,
     SteppedStorage,
@@ -199,6 +202,18 @@ async def test_the_actor_collects_and_archives_what_finishes(
     await asyncio.gather(working, return_exceptions=True)
     assert len(await offline(tmp_path, namespace)) == 40
     assert len(list(tmp_path.iterdir())) < 20
+
+
+async def test_a_container_that_a_dead_reaper_left_is_removed_after_archiving_too(tmp_path: Path) -> None:
+    """The journal says 'removed' before it is done, so the archiver may come in between."""
+    store, host = MemoryStore(), ModelHost()
+    made = await host.create("run", "t", incarnation_name("t", 1), SandboxSpec("image"))
+    await end_trajectory(store, "t", await write_trajectory(store, "t"))
+    assert await archiver(store, tmp_path, "n").archive(["t"]) == {"t": None}
+    reaper = Reaper(store, host, None, "host", "actors/reaper")  # type: ignore[arg-type]
+    assert await host.incarnations() == [made.name]
+    await reaper.handle(Notice(ids.trajectory("t"), "trajectory-finished", "1"))
+    assert await host.incarnations() == []
 
 
 class Archiving(RuleBasedStateMachine):

@@ -7,7 +7,7 @@ import pytest
 from belayer import ids
 from belayer.client import Trajectory
 from belayer.errors import InputError, LimitError
-from belayer.journal.events import GenerationStarted, TrajectoryAborted
+from belayer.journal.events import GenerationStarted, Rewound, TrajectoryAborted, TrajectoryResumed
 from belayer.journal.limits import LIMITS, Limits
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.redis_store import RedisStore
@@ -58,7 +58,8 @@ async def test_a_stream_that_is_full_takes_only_its_end_whoever_writes() -> None
     generous, _ = await take_over(store, T, "c")
     assert await generous.append(event(3000)) == 10
     last, _ = await take_over(store, T, "d", limits=SMALL)
-    assert await last.append(TrajectoryAborted("it is full")) == 12
+    assert await last.append(Rewound(0, 0, "a recovery"), TrajectoryResumed(0, 0, "i-2")) == 13
+    assert await last.append(TrajectoryAborted("it is full")) == 14
 
 
 async def test_a_trajectory_can_go_on_after_a_refused_observation() -> None:
