@@ -183,6 +183,16 @@ class SandboxSpec(msgspec.Struct, frozen=True, array_like=True):
     """Commands that bring a fresh container to boundary 0, before any action (services to start, say)."""
     memory_bytes: int | None = None
     cpus: float | None = None
+    network: str = "none"
+    """"none", or "bridge": Docker's default network, whose connections to the outside cannot be checkpointed."""
+    user: str = ""
+    """Whom actions run as: "name", "uid" or "uid:gid" in the container. Empty: root."""
+    binds: tuple[str, ...] = ()
+    """"SOURCE:TARGET" or "SOURCE:TARGET:ro"; a source is a folder of the host or a volume's name. Not captured."""
+    read_only: bool = False
+    """Whether the image's files cannot be written."""
+    tmpfs: tuple[str, ...] = ()
+    """Folders in memory; captured with the processes."""
 
 
 class SandboxCreated(Event, frozen=True, array_like=True, tag="sandbox-created"):

@@ -126,7 +126,7 @@ class Capture:
         known = self._home.captured(self._incarnation.name)
         saved = None if known is None else self._home.checkpoint(known.checkpoint) / LAYER
         if known is not None and (frozen_s := self._nothing_new(freezer, known)):
-            return CheckpointReport(0, frozen_s, time.monotonic() - started, known.checkpoint)
+            return CheckpointReport(0, frozen_s, time.monotonic() - started, known.checkpoint, self._container.volumes)
         try:
             with self._home.partial(self._name) as folder:
                 for part in (IMAGES, LAYER):
@@ -142,7 +142,8 @@ class Capture:
             self._home.set_captured(self._incarnation.name, captured)
         except (CriuError, OSError) as error:
             raise CheckpointFailedError(self._name, str(error)) from None
-        return CheckpointReport(size_bytes, frozen_s, time.monotonic() - started)
+        took_s = time.monotonic() - started
+        return CheckpointReport(size_bytes, frozen_s, took_s, not_captured=self._container.volumes)
 
     def _nothing_new(self, freezer: Freezer, known: Captured) -> float:
         """Whether a fresh runner over what was captured last is the container as it is: the frozen time, or 0.
@@ -193,7 +194,7 @@ class Capture:
         self._refuse_obstacles(freezer.processes(), held=False)
         if not lazy.wait(self._home.restore_folder(self._incarnation.name), 0.0 if self._hold else LAZY_S):
             raise CheckpointRefusedError(self._incarnation.name, "its memory is still on its way from the last restore")
-        mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id)
+        mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id, self._container.volumes)
         self._mounts = mounts.sources
         target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, self._watched())
         held = [self._incarnation.pid]  # until they are frozen, others come and go
@@ -250,7 +251,8 @@ class Capture:
     def _noise_among(self, held: list[int]) -> str:
         if self._runner.has_ipc_objects:
             return "System V objects"
-        return noise(self._incarnation.pid, held, self._traits)
+        tmpfs = () if self._owner is None else self._owner.spec.tmpfs
+        return noise(self._incarnation.pid, held, self._traits, tmpfs)
 
     def _await_idle(self) -> None:
         settled = time.monotonic() + SETTLE_S
@@ -313,6 +315,7 @@ class Capture:
             layer_bytes=captured.size_bytes,
             layer_digest=captured.digest,
             machine=this_machine(self._criu.version),
+            not_captured=self._container.volumes,
         )
         write_manifest(folder, manifest)
         return manifest.size_bytes

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from belayer.errors import HostUnfitError, SandboxError
+from belayer.sandbox import options
 from belayer.sandbox.criu import errors_in
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.runtime import Runtime
@@ -48,6 +49,8 @@ class Container:
     image_digest: str
     upper: Path
     merged: Path
+    volumes: tuple[str, ...]
+    """Where folders of the host and volumes are mounted, but ours: what a checkpoint leaves out."""
 
 
 class Containers:
@@ -94,15 +97,11 @@ class Containers:
         """Create, not start, a container with the runner as its process 1."""
         api = self._api()
         spec = owner.spec
-        limits: dict[str, Any] = {}
-        if spec.memory_bytes is not None:
-            limits["mem_limit"] = spec.memory_bytes
-        if spec.cpus is not None:
-            limits["nano_cpus"] = int(spec.cpus * 1e9)
+        user = [spec.user] if spec.user else []
         with self._errors():
             made = api.create_container(
                 image=owner.image_digest,
-                command=["python3", "-I", "-S", f"{MOUNT_POINT}/runner.py", f"{MOUNT_POINT}/control"],
+                command=["python3", "-I", "-S", f"{MOUNT_POINT}/runner.py", f"{MOUNT_POINT}/control", *user],
                 entrypoint=[],
                 name=name,
                 hostname="sandbox",
@@ -111,16 +110,17 @@ class Containers:
                 stdin_open=False,
                 tty=False,
                 labels={RUN_LABEL: owner.run, TRAJECTORY_LABEL: owner.trajectory, HOME_LABEL: str(self._home)},
+                user="0:0",
                 host_config=api.create_host_config(
-                    network_mode="none",
                     ipc_mode="private",
                     init=False,
                     runtime=RUNTIME,
                     mounts=[
                         {"Type": "bind", "Source": str(control), "Target": f"{MOUNT_POINT}/control"},
                         {"Type": "bind", "Source": str(RUNNER), "Target": f"{MOUNT_POINT}/runner.py", "ReadOnly": True},
+                        *options.mounts(spec),
                     ],
-                    **limits,
+                    **options.host_config(spec),
                 ),
             )
         return self.inspect(made["Id"])
@@ -162,6 +162,9 @@ class Containers:
             image_digest=found["Image"],
             upper=Path(layers["UpperDir"]),
             merged=Path(layers["MergedDir"]),
+            volumes=tuple(
+                sorted(to for each in found["Mounts"] if not (to := each["Destination"]).startswith(f"{MOUNT_POINT}/"))
+            ),
         )
 
     def remove(self, name: str) -> None:

@@ -28,6 +28,7 @@ from belayer.errors import (
 from belayer.ids import checked_name
 from belayer.journal.events import SandboxSpec
 from belayer.processes import host_name, is_alive, kill, start_ticks
+from belayer.sandbox import options
 from belayer.sandbox.capture import Capture
 from belayer.sandbox.containers import Container, Containers, DockerRefusedError
 from belayer.sandbox.criu import Criu
@@ -89,6 +90,7 @@ class DockerHost:
 
     async def create(self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec) -> Incarnation:
         """A fresh container at boundary 0. InputError when a set-up command fails; then nothing is left."""
+        options.check(spec)
         image = await asyncio.to_thread(self._containers.image_digest, spec.image)
         await self.remove(incarnation)
         try:
@@ -249,7 +251,7 @@ class DockerHost:
         self, incarnation: str, owner: Owner, folder: Path, manifest: Manifest, action: int
     ) -> Incarnation | None:
         """Brought back in a spare container; None when none waits or it does not work out."""
-        if not manifest.quiet:
+        if not manifest.quiet or owner.spec.read_only:  # a spare is filled from inside
             return None
         for spare in self._spares.find(owner.key):
             try:

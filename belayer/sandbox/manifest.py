@@ -51,6 +51,8 @@ class Manifest(msgspec.Struct, frozen=True):
     layer_bytes: int
     layer_digest: str
     format: int = FORMAT
+    not_captured: tuple[str, ...] = ()
+    """Folders of the host and volumes that were mounted: their contents are not in it."""
     machine: Machine | None = None
     """What restores it must be like this one, if there are processes in it."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,8 @@ class External:
     """Name -> path on the host, with CONTAINER in it. An empty path: an empty folder of its own."""
 
 
-def external_mounts(pid: int, container_id: str) -> External:
-    """As the container's process 1 sees them."""
+def external_mounts(pid: int, container_id: str, volumes: Collection[str] = ()) -> External:
+    """As the container's process 1 sees them. `volumes`: mount points of what is the host's, as Docker knows them."""
     ours = {mount.device: mount.where for mount in reversed(mounted("self")) if mount.root == "/" and mount.is_cgroup}
     names: dict[str, str] = {}
     sources: dict[str, str] = {}
@@ -67,6 +68,8 @@ def external_mounts(pid: int, container_id: str) -> External:
         if mount.is_cgroup and mount.device in ours and container_id in mount.root:
             names[where] = "belayer" + where.replace("/", "-")
             sources[names[where]] = ours[mount.device] + mount.root.replace(container_id, CONTAINER)
+        elif where in volumes:
+            names[where] = where
         elif mount.root == "/null":
             names[where] = "/dev/null"
         elif where.startswith(MASKED) and mount.kind not in ("proc", "sysfs"):

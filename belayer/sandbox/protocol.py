@@ -61,6 +61,8 @@ class CheckpointReport:
     total_s: float
     held_by: str = ""
     """Not empty: nothing was captured, for that earlier checkpoint still describes the container."""
+    not_captured: tuple[str, ...] = ()
+    """Mount points of the host's folders and volumes, whose contents a checkpoint leaves out."""
 
 
 class Sandbox(Protocol):

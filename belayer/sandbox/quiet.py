@@ -1,9 +1,9 @@
 """Whether a container is nothing but its files and an idle runner: then a fresh runner over the same files is the same.
 
-What else could be there, and is looked for: other processes; files in /dev/shm, message queues, something new in /dev;
-System V objects (the runner counts those, before the freeze); limits, priorities and masks of process 1 that somebody
-has changed from inside, which later actions inherit. Mounts, addresses and the host name take capabilities that the
-container does not have.
+What else could be there, and is looked for: other processes; files in /dev/shm and other folders in memory, message
+queues, something new in /dev; System V objects (the runner counts those, before the freeze); limits, priorities and
+masks of process 1 that somebody has changed from inside, which later actions inherit. Mounts, addresses and the host
+name take capabilities that the container does not have.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from belayer.sandbox.scan import FOLDER, parent_of
+
 DEVICES = frozenset(
     "console core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero".split()  # noqa: SIM905
 )
 STATUS_FIELDS = ("Umask:", "Uid:", "Gid:", "Groups:", "SigIgn:", "CapEff:", "CapBnd:", "NoNewPrivs:", "Seccomp:")
 
 
-def noise(pid: int, processes: list[int], traits_before: str) -> str:
+def noise(pid: int, processes: list[int], traits_before: str, tmpfs: tuple[str, ...] = ()) -> str:
     """What else there is in the frozen container; empty when nothing is."""
     others = [process for process in processes if process != pid]
     if others:
@@ -29,7 +31,27 @@ def noise(pid: int, processes: list[int], traits_before: str) -> str:
     for folder in ("shm", "mqueue"):
         for entry in os.scandir(root / folder):
             return f"/dev/{folder}/{entry.name}"
+    for folder in tmpfs:
+        if _is_filled(pid, folder):
+            return folder
     return "" if traits(pid) == traits_before else "process 1's limits or masks"
+
+
+def _is_filled(pid: int, folder: str) -> bool:
+    """Whether there is anything in a folder of the container, no link followed on the way."""
+    root = os.open(f"/proc/{pid}/root", FOLDER & ~os.O_NOFOLLOW)
+    try:
+        with parent_of(root, os.fsencode(folder.strip("/"))) as (parent, name):
+            here = os.open(name, FOLDER, dir_fd=parent)
+            try:
+                with os.scandir(here) as entries:
+                    return any(entries)
+            finally:
+                os.close(here)
+    except OSError:  # a link on its way: then processes are dumped
+        return True
+    finally:
+        os.close(root)
 
 
 def traits(pid: int) -> str:

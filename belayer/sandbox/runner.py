@@ -1,6 +1,8 @@
 """Process 1 of a sandbox: runs numbered actions, each number at most once ever. Standard library only, Python >= 3.7.
 
-    python3 -I -S runner.py CONTROL_DIR
+    python3 -I -S runner.py CONTROL_DIR [USER]
+
+With USER (a name, a uid or uid:gid) actions run as that user; the runner itself stays root.
 
 The control folder is shared with the host. The host writes `request-ID` by rename and rings (a byte into the FIFO
 `doorbell`); the answer is `reply-ID`, written by rename, and a byte into the FIFO `bell-CLIENT` when somebody holds it
@@ -77,8 +79,9 @@ class Running:
 
 
 class Runner:
-    def __init__(self, control):
+    def __init__(self, control, user=""):
         self.control = control
+        self.user = user
         self.workdir = os.getcwd()
         os.chdir("/")
         self.last = 0
@@ -224,7 +227,7 @@ class Runner:
             self.finish(request, number, 126, ("cannot fork: %s\n" % error).encode())
             return
         if pid == 0:
-            become(command, self.workdir, write_end)
+            become(command, self.workdir, write_end, self.user)
         os.close(write_end)
         self.drained.add(read_end)
         self.poll.register(read_end, select.POLLIN)
@@ -307,7 +310,7 @@ class Runner:
             self.ended(124)
 
 
-def become(command, workdir, write_end):
+def become(command, workdir, write_end, user):
     """In the child: a new session, our pipe as both outputs, Python's signal changes undone, then bash.
 
     The folder is found by its name each time, so that no action inherits one that another has removed.
@@ -321,6 +324,8 @@ def become(command, workdir, write_end):
         os.dup2(null, 0)
         os.dup2(write_end, 1)
         os.dup2(write_end, 2)
+        if user:
+            become_user(user)
         try:
             os.chdir(workdir)
         except OSError as error:
@@ -330,6 +335,28 @@ def become(command, workdir, write_end):
         os.write(2, ("bash: %s\n" % error).encode())
     finally:
         os._exit(127 if not os.path.exists("/bin/bash") else 126)
+
+
+def become_user(user):
+    """Groups first, for afterwards they cannot be set. A number need not be in /etc/passwd; then its group is root's,
+    as with `docker run --user`."""
+    import pwd
+
+    name, _, group = user.partition(":")
+    try:
+        entry = pwd.getpwuid(int(name)) if name.isdigit() else pwd.getpwnam(name)
+    except KeyError:
+        if not name.isdigit():
+            raise
+        entry = None
+    gid = int(group) if group else entry.pw_gid if entry else 0
+    if entry and not group:
+        os.initgroups(entry.pw_name, gid)
+    else:
+        os.setgroups([gid])
+    os.setgid(gid)
+    os.setuid(int(name) if name.isdigit() else entry.pw_uid)
+    os.environ["HOME"] = entry.pw_dir if entry else "/"
 
 
 def kill_tree(pid):
@@ -395,4 +422,4 @@ def swallow(fd):
 
 
 if __name__ == "__main__":
-    Runner(sys.argv[1]).serve()
+    Runner(*sys.argv[1:]).serve()

@@ -41,7 +41,7 @@ class Spares:
 
     def want(self, like: Owner) -> None:
         """See to it, in the background, that one like this waits."""
-        if self._limit > 0 and like.key not in self._making:
+        if self._limit > 0 and not like.spec.read_only and like.key not in self._making:
             task = asyncio.create_task(self._make(like), name=f"spare {like.key}")
             self._making[like.key] = task
             task.add_done_callback(lambda _: self._making.pop(like.key, None))

@@ -1,0 +1,152 @@
+"""What a SandboxSpec can ask for, before and after a restore, with processes and without."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from belayer.errors import CheckpointRefusedError, InputError
+from belayer.journal.events import SandboxSpec
+from belayer.sandbox import obstacles, options
+from belayer.sandbox.manifest import read_manifest
+from tests.sandbox.conftest import IMAGE, Bench, Live
+
+pytestmark = pytest.mark.sandbox
+KINDS = pytest.mark.parametrize("background", ["", "sleep 1000 & "], ids=["quiet", "with a process"])
+
+
+async def again(bench: Bench, live: Live, spec: SandboxSpec) -> Live:
+    """The container removed and brought back."""
+    checkpoint = await live.checkpoint()
+    await live.sandbox.close()
+    await bench.host.remove(live.incarnation.name)
+    return await bench.restore(checkpoint, live.number, spec)
+
+
+@KINDS
+async def test_read_only_with_a_folder_in_memory(bench: Bench, background: str) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/tmp", read_only=True, tmpfs=("/tmp", "/run"))
+    live = await bench.create(spec)
+    for _ in range(2):
+        assert "Read-only" in await live.sh("touch /testbed/x 2>&1", status=1)
+        live = await again(bench, live, spec)
+    await live.sh(f"{background}echo kept > /tmp/file; mkdir /run/deep")
+    live = await again(bench, live, spec)
+    assert await live.sh("cat /tmp/file; ls /run; pgrep -c sleep || true") == (
+        f"kept\ndeep\n{1 if background else 0}\n"
+    )
+    assert "Read-only" in await live.sh("touch /testbed/x 2>&1", status=1)
+
+
+@pytest.fixture
+async def volume(bench: Bench) -> AsyncIterator[str]:
+    """The name of a volume of Docker's."""
+    name = f"belayer-{bench.run}"
+    yield name
+    await bench.host.remove_run(bench.run)
+    await asyncio.to_thread(subprocess.run, ["docker", "volume", "rm", name], check=True, stdout=subprocess.DEVNULL)
+
+
+@KINDS
+async def test_binds_are_mounted_and_left_out(bench: Bench, volume: str, tmp_path: Path, background: str) -> None:
+    shown, memory = tmp_path / "shown", tmp_path / "memory"
+    for folder in (shown, memory):
+        folder.mkdir()
+    (shown / "given").write_text("before\n")
+    spec = SandboxSpec(IMAGE, workdir="/testbed", binds=(f"{shown}:/data:ro", f"{volume}:/vol", f"{memory}:/mem"))
+    live = await bench.create(spec)
+    await live.sh(f"{background}cat /data/given > copy; echo one > /vol/file; echo one > /mem/file")
+    assert "Read-only" in await live.sh("touch /data/x 2>&1", status=1)
+    name = bench.name()
+    report = await bench.host.checkpoint(live.incarnation, name, live.number)
+    assert report.not_captured == ("/data", "/mem", "/vol")
+    assert read_manifest(bench.host.checkpoint_path(name)).not_captured == ("/data", "/mem", "/vol")
+    (shown / "given").write_text("after\n")
+    live = await again(bench, live, spec)
+    assert await live.sh("cat copy /data/given /vol/file /mem/file") == "before\nafter\none\none\n"
+    assert "Read-only" in await live.sh("touch /data/x 2>&1", status=1)
+
+
+@pytest.fixture
+def whole_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of which all is mounted into the container."""
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+async def test_a_whole_disk_is_the_hosts_all_the_same(bench: Bench, whole_disk: Path) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/testbed", binds=(f"{whole_disk}:/disk",))
+    live = await bench.create(spec)
+    await live.sh("sleep 1000 & echo one > /disk/file")
+    (whole_disk / "file").write_text("two\n")
+    live = await again(bench, live, spec)
+    assert await live.sh("cat /disk/file; pgrep -c sleep") == "two\n1\n"
+
+
+@pytest.mark.parametrize("user", ["nobody", "1234", "1234:56"])
+async def test_actions_run_as_a_user(bench: Bench, user: str) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/tmp", user=user)
+    expected = {"nobody": "65534:65534 65534\n", "1234": "1234:0 0\n", "1234:56": "1234:56 56\n"}[user]
+    live = await bench.create(spec)
+    assert await live.sh('echo "$(id -u):$(id -g) $(id -G)"') == expected
+    await live.sh("echo mine > file; ! touch /testbed/x 2> /dev/null")
+    live = await again(bench, live, spec)
+    assert await live.sh('echo "$(id -u):$(id -g) $(id -G)"') == expected
+    await live.sh("echo more >> file; [ -O file ]; kill -0 1", status=1)
+    if not obstacles._has_capability(obstacles.CAP_SYS_RESOURCE):
+        await live.sh("sleep 1000 &")
+        with pytest.raises(CheckpointRefusedError, match="CAP_SYS_RESOURCE"):
+            await live.checkpoint()
+
+
+CONNECT = "import socket; s = socket.create_connection(('{address}', {port})); open('up', 'w'); s.recv(1)"
+
+
+async def test_the_bridge(bench: Bench) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/testbed", network="bridge")
+    live = await bench.create(spec)
+    look = "cat /proc/net/dev | grep -c eth0; awk '$2 == \"00000000\"' /proc/net/route | wc -l"
+    assert await live.sh(look) == "1\n1\n"
+    await live.sh("sleep 1000 &")
+    live = await again(bench, live, spec)
+    assert await live.sh(look) == "1\n1\n"
+    gateway = (await live.sh("awk '$2 == \"00000000\" {print $3}' /proc/net/route")).strip()
+    address = ".".join(str(byte) for byte in reversed(bytes.fromhex(gateway)))
+    server = await asyncio.start_server(lambda *_: None, address, 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        await live.sh(f'echo "{CONNECT.format(address=address, port=port)}" > connect.py')
+        await live.sh("python3 connect.py & until [ -e up ]; do sleep 0.01; done")
+        with pytest.raises(CheckpointRefusedError, match=f"a TCP connection with {address} port {port}, outside"):
+            await live.checkpoint()
+        await live.sh("pkill -f '^python3 connect'; while pgrep -f '^python3 connect'; do sleep 0.01; done")
+        await live.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (SandboxSpec(IMAGE, network="host"), "'host'"),
+        (SandboxSpec(IMAGE, user="nobody:"), "'nobody:'"),
+        (SandboxSpec(IMAGE, binds=("/etc",)), "'/etc'"),
+        (SandboxSpec(IMAGE, binds=("/etc:/data:rx",)), "'/etc:/data:rx'"),
+        (SandboxSpec(IMAGE, binds=("/etc:/proc/x",)), "'/proc/x'"),
+        (SandboxSpec(IMAGE, tmpfs=("/.belayer/control",)), "'/.belayer/control'"),
+        (SandboxSpec(IMAGE, tmpfs=("/a/../dev",)), r"'/a/\.\./dev'"),
+        (SandboxSpec(IMAGE, tmpfs=("/",)), "'/'"),
+    ],
+)
+async def test_what_cannot_be_is_named_before_anything_is_made(bench: Bench, spec: SandboxSpec, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        await bench.create(spec)
+    assert await bench.host.incarnations(bench.run) == []
+
+
+def test_ordinary_specs_pass() -> None:
+    options.check(SandboxSpec(IMAGE))
+    options.check(SandboxSpec(IMAGE, user="1000:100", binds=("/a:/b", "v:/c:rw"), tmpfs=("/tmp",), network="bridge"))
