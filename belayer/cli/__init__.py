@@ -1,0 +1,4 @@
+"""The command `belayer`."""
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C."""

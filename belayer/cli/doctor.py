@@ -14,6 +14,17 @@ import typer
 
 from belayer.cli.probes import PROBES, Finding
 
+HELP = """Say what this machine can do, and for each 'no' what to do about it.
+
+Exit status 0 when the main job can run here, 1 otherwise.
+
+Examples:
+
+  belayer doctor
+
+  belayer doctor --json
+"""
+
 
 def examine() -> list[Finding]:
     """Every probe's finding, in the table's order; the probes run side by side."""
@@ -27,7 +38,6 @@ def ready(findings: list[Finding]) -> bool:
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Say what this machine can do, and for each 'no' what to do about it."""
     findings = examine()
     if json:
         typer.echo(msgspec.json.encode({"ready": ready(findings), "findings": findings}).decode())

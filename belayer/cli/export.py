@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from belayer.cli.options import ArchiveUrl, Namespace, Url, find_streams, open_journal
+from belayer.cli.options import ArchiveUrl, AsJson, Namespace, Url, find_streams, open_journal
 from belayer.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Examples:
 
   belayer export --out night-run.journal
 
-  belayer export --out one.journal django-11039 worker/w0
+  belayer export --out one.journal django-11039 worker/w0 --json
 """
 
 
@@ -38,6 +38,7 @@ def export(
     namespace: Namespace = "default",
     archive: ArchiveUrl = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
+    json: AsJson = False,
 ) -> None:
     if out.exists() and not force:
         raise InputError(f"{out} exists; choose another name, or --force to replace it")
@@ -47,8 +48,14 @@ def export(
         if error.errno is None:
             raise
         raise InputError(f"cannot write {out}: {error.strerror or error}; nothing of it was left") from None
-    size = f"{out.stat().st_size / 1e6:.1f} MB"
-    sys.stdout.write(f"{out}: {count} streams, {entries} entries, {size}\n")
+    size_bytes = out.stat().st_size
+    if json:
+        import msgspec
+
+        done = {"file": str(out), "streams": count, "entries": entries, "size_bytes": size_bytes}
+        sys.stdout.write(msgspec.json.encode(done).decode() + "\n")
+    else:
+        sys.stdout.write(f"{out}: {count} streams, {entries} entries, {size_bytes / 1e6:.1f} MB\n")
 
 
 async def _export(

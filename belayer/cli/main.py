@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 from belayer import __version__
+from belayer.cli import INTERRUPTED
 from belayer.cli.settings import defaults, read_settings, set_home
 from belayer.cli.verbs import VERBS, LazyGroup, missing
 from belayer.errors import BelayerError
 
-INTERRUPTED = 130
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 """What click (typer's own, or the package, by typer's version) raises on a wrong command line."""
 
@@ -93,10 +93,7 @@ def _say(problem: str) -> int:
     return 2
 
 
-def main() -> None:
-    """The entry point."""
-    sys.exit(run())
-
-
 if __name__ == "__main__":
+    from belayer.cli.__main__ import main
+
     main()

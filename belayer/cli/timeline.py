@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from belayer.cli.options import ArchiveUrl, ExportFile, Namespace, Url, open_journal
+from belayer.cli.options import ArchiveUrl, AsJson, ExportFile, Namespace, Url, open_journal
 from belayer.errors import UnknownStreamError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ Examples:
   belayer timeline django-11039 --url redis://journal:6379
 
   belayer timeline django-11039 --file night-run.journal --html django.html
+
+  belayer timeline django-11039 --json | jq '.incidents'
 """
 
 
@@ -34,6 +36,7 @@ def timeline(
     url: Url = None,
     namespace: Namespace = "default",
     archive: ArchiveUrl = None,
+    json: AsJson = False,
 ) -> None:
     name = trajectory.removeprefix("trajectory/")
     if file is not None:
@@ -47,6 +50,10 @@ def timeline(
 
         write_page(story, html)
         sys.stdout.write(f"{html}\n")
+    elif json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode(story).decode() + "\n")
     else:
         from rich.console import Console
 

@@ -45,10 +45,17 @@ class Held:
         return bool(self._groups)
 
     def add(self, writes: Sequence[Append]) -> None:
-        """Hold writes that were acknowledged just now, and let go of what is too old or too much."""
+        """Hold writes that were acknowledged just now, and let go of what is too old or too much.
+
+        They share one settled future from here on: thousands of held ones would be walked by every garbage collection.
+        """
         if not writes or not self._most_bytes:
             return
-        size_bytes = sum([write.size_bytes for write in writes])
+        size_bytes = 0
+        settled = writes[0].done
+        for write in writes:
+            size_bytes += write.size_bytes
+            write.done = settled
         self._groups.append((time.monotonic(), size_bytes, writes))
         self._size_bytes += size_bytes
         self.prune()

@@ -198,10 +198,13 @@ class Sender:
             group = [write for write in group if not write.done.done() and write not in without]
         packed: list[bytes] = []
         count = 0
+        prefix = known.prefix
         for write in group:
-            packed += known.prefix
+            if prefix:
+                packed += prefix
             write.pack(packed, self._keys, self._shard, tails.get(write.key) == EMPTY)
-            count += len(known.prefix) + write.replies
+            count += write.replies
+        count += len(prefix) * len(group)
         packed += (confirm := self._confirm(known, found, left, timeout_s))
         replies = await known.link.exchange(packed, count + len(confirm), timeout_s)
         stored, refused = self._judge(known, group, replies, left)
@@ -231,8 +234,9 @@ class Sender:
         stored: list[Append] = []
         refused: list[Append] = []
         at = 0
+        ahead = len(known.prefix)
         for write in group:
-            at += len(known.prefix)
+            at += ahead
             end = at + write.replies
             if type(replies[at]) is bytes and write.replies == 1:
                 stored.append(write)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "belayer.cli.main"]
+COMMAND = [sys.executable, "-m", "belayer.cli"]
 _OURS = "BELAYER_"
 
 

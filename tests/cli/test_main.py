@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from belayer import __version__
+from belayer.cli import INTERRUPTED
 from belayer.cli.main import run
 from belayer.cli.verbs import VERBS, load
 from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
@@ -72,3 +73,62 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
+
+
+# --- for a person at a shell ---------------------------------------------------------------------------------------
+
+WITHOUT_JSON = {"actors", "gateway"}
+"""They serve until they are ended, and say `ready`."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_shows_examples_and_speaks_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"belayer {verb}" in said.split("Examples:")[1]
+    command = load(verb)
+    commands = getattr(command, "commands", {}).values() or [command]
+    for each in commands:
+        speaks = any("--json" in parameter.opts for parameter in each.params)
+        assert speaks is not (verb in WITHOUT_JSON), each.name
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("belayer ", set(VERBS)),
+        ("belayer ti", {"timeline"}),
+        ("belayer status --na", {"--namespace"}),
+        ("belayer archive pr", {"prune"}),
+    ],
+)
+def test_the_shell_completes_verbs_and_options(typed: str, offered: set[str], tmp_path: Path) -> None:
+    asked = {"_BELAYER_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    done = subprocess.run(
+        COMMAND, env=environment(**asked), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("class Finder:\n    def find_spec(self, name, *_):\n        if name == 'typer': strike()\n"
+                     "sys.meta_path.insert(0, Finder())", id="while it is imported"),
+        pytest.param("atexit.register(strike)", id="while Python tidies up"),
+    ],
+)  # fmt: skip
+def test_ctrl_c_is_no_traceback_from_the_first_import_to_the_end(moment: str, tmp_path: Path) -> None:
+    code = (
+        "import atexit, os, signal, sys\n"
+        "def strike(): os.kill(os.getpid(), signal.SIGINT)\n"
+        f"{moment}\n"
+        "sys.argv = ['belayer', '--version']\n"
+        "from belayer.cli.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0 if "atexit.register" in moment else INTERRUPTED, "")
