@@ -25,7 +25,7 @@ Examples:
 
   belayer timeline django-11039 --file night-run.journal --html django.html
 
-  belayer timeline django-11039 --json | jq '.incidents'
+  belayer timeline django-11039 --json | jq .items.incidents
 """
 
 
@@ -53,7 +53,9 @@ def timeline(
     elif json:
         import msgspec
 
-        sys.stdout.write(msgspec.json.encode(story).decode() + "\n")
+        told: dict[str, object] = msgspec.to_builtins(story)
+        told["items"] = {"generations": story.generations, "actions": story.actions, "incidents": story.incidents}
+        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
     else:
         from rich.console import Console
 

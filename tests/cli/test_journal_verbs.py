@@ -277,6 +277,15 @@ def test_the_timeline_is_the_same_from_server_and_file(url: str, tmp_path: Path)
     assert "finished after surviving 2 failures" in live.stdout
 
 
+def test_export_and_timeline_as_json(url: str, tmp_path: Path) -> None:
+    out = tmp_path / "a.journal"
+    done = json.loads(belayer("export", "--out", str(out), "--url", url, "--json").stdout)
+    assert (done["file"], done["size_bytes"]) == (str(out), out.stat().st_size)
+    assert done["entries"] == len(eventful().entries())
+    story = json.loads(belayer("timeline", "t", "--file", str(out), "--json").stdout)
+    assert len(story["items"]["incidents"]) == 2
+
+
 def test_the_timeline_as_a_page(url: str, tmp_path: Path) -> None:
     out = tmp_path / "t.html"
     done = belayer("timeline", "t", "--url", url, "--html", str(out))
