@@ -24,7 +24,7 @@ from belayer.journal.durability import Durability
 from belayer.journal.groups import Group, look_at_groups
 from belayer.journal.held import HELD_BYTES, Loss
 from belayer.journal.keys import Keys, entry_id, stored_entry
-from belayer.journal.restoring import read_loss
+from belayer.journal.restoring import read_loss, removal_mark
 from belayer.journal.route import Routes
 from belayer.journal.sealing import Keyring
 from belayer.journal.sending import Sender
@@ -150,15 +150,10 @@ class RedisStore:
     async def remove(self, stream: StreamId) -> None:
         names = self._keys.names(self._keys.shard_of(stream))
         self._lanes[self._keys.shard_of(stream)].forget(stream)
-        await self._server_of(stream).ask_all(
-            [
-                ("MULTI",),
-                ("UNLINK", self._keys.stream(stream)),
-                ("SREM", names, str(stream)),
-                ("SET", self._keys.removed(stream), "1", "EX", _REMOVED_S),
-                ("EXEC",),
-            ]
-        )
+        first = await self._range(stream, "-", 1)
+        mark = [("SET", self._keys.removed(stream), removal_mark(first[0]), "EX", _REMOVED_S)] if first else []
+        unlink = [("UNLINK", self._keys.stream(stream)), ("SREM", names, str(stream))]
+        await self._server_of(stream).ask_all([("MULTI",), *unlink, *mark, ("EXEC",)])
 
     async def losses(self) -> list[Loss]:
         """Acknowledged events that servers were found to have lost, oldest first; what was restored is there again."""

@@ -9,8 +9,8 @@ where events could not be restored gets FencedError, WrongSequenceError or Damag
 Writers that followed each other within seconds hold a part each. Whoever finds that something before its own part is
 missing waits for GAP_S, in which the earlier writer may store it again.
 
-A stream that its owner removed has left a mark for a minute, so it does not come back; one that was trimmed begins
-after what is held.
+A stream that its owner removed has left a mark for a minute, so it does not come back; the mark names its first entry,
+because another stream of that name may have begun since. One that was trimmed begins after what is held.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import structlog
 
 from belayer.errors import CodecError, JournalError
 from belayer.ids import StreamId
-from belayer.journal.codec import Entry, decode_entry, previous_digest_of
+from belayer.journal.codec import Entry, decode_entry, digest_of, previous_digest_of
 from belayer.journal.confirming import Confirmation
 from belayer.journal.held import Held, Loss
 from belayer.journal.keys import Keys, entry_id, stored_entry
@@ -59,7 +59,15 @@ class _Place(NamedTuple):
     first: Entry | None
     last: Entry | None
     ours: Entry | None
-    removed: bool
+    removed: bytes | None
+
+    def is_removed(self, writes: list[Append]) -> bool:
+        """Whether the writes belong to a stream that was removed."""
+        if self.removed is None:
+            return False
+        if writes[0].entry.expected_sequence:
+            return self.last is None
+        return self.removed in (b"", removal_mark(writes[0].entry))
 
 
 class Restorer:
@@ -100,7 +108,7 @@ class Restorer:
         overtaken: list[list[Append]] = []
         for writes, place in zip(streams, await self._look(link, streams, timeout_s), strict=True):
             newest = writes[-1].entry
-            if place is None or place.removed:
+            if place is None or place.is_removed(writes):
                 continue
             if self._has_gap(writes, place.last):
                 continue
@@ -157,7 +165,7 @@ class Restorer:
             first, last, ours = (stored_entry(stream, *reply[0]) if reply else None for reply in replies[:3])
         except CodecError:
             return None
-        return _Place(first, last, ours, replies[3] is not None)
+        return _Place(first, last, ours, replies[3])
 
     async def _append_again(
         self,
@@ -214,6 +222,11 @@ class Restorer:
         for loss in self._found.values():
             log.warning("journal.events_lost", **(loss._asdict() | {"stream": str(loss.stream)}))
         self._found.clear()
+
+
+def removal_mark(first: Entry) -> bytes:
+    """What a removed stream leaves: its first entry's digest, or nothing when it was trimmed."""
+    return b"" if first.expected_sequence else digest_of(first.body)
 
 
 def read_loss(fields: list[bytes]) -> Loss:

@@ -205,3 +205,16 @@ async def test_a_takeover_reads_again_when_what_it_read_is_gone(tmp_path: Path, 
         assert await writer.append(generation(9)) == 5
         await store.close()
         await other.close()
+
+
+async def test_a_stream_that_begins_anew_after_a_removal_is_stored_again(server: EmbeddedServer) -> None:
+    store, other = await opened(server.url), await opened(server.url)
+    await written(other)
+    await other.remove(T)
+    writer = await written(store)
+    before = await stored(store)
+    await lose_the_last_entry(server, 2)
+    assert await writer.append(generation(9)) == 5
+    assert (await stored(store))[:4] == before
+    await store.close()
+    await other.close()
