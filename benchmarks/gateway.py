@@ -242,7 +242,7 @@ async def main(streams: int, quick: bool) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(streams, (hard - 200) // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * most + 200)), hard))
-    loads = [Load("many", most, 0.2, 30.0), Load("busy", 64, 30.0, 15.0)]
+    loads = [Load("many", most, 0.1, 20.0), Load("busy", 64, 30.0, 10.0)]
     if quick:
         loads = [Load("many", min(most, 500), 0.5, 6.0), Load("busy", 16, 30.0, 4.0)]
     machine = {"kernel": platform.release(), "cpus": os.cpu_count(), "python": platform.python_version()}
