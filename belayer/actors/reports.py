@@ -6,9 +6,13 @@ looks first and takes over only while the incarnation still counts as healthy.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from belayer import ids
+from belayer.errors import WrongSequenceError
+from belayer.ids import StreamId
+from belayer.journal.codec import Recorded
 from belayer.journal.events import FailureDetected
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, take_over
@@ -22,17 +26,11 @@ async def report_sandbox_failure(
 ) -> bool:
     """Append FailureDetected to the sandbox's stream; False when it is known already or about another incarnation."""
 
-    def healthy(state: sandbox.SandboxState) -> bool:
+    def healthy(history: Iterable[Recorded]) -> bool:
+        state = sandbox.fold(history)
         return state.phase == "live" and state.incarnation == incarnation
 
-    stream = ids.sandbox(trajectory)
-    if not healthy(sandbox.fold(await Reader(store, stream).catch_up())):
-        return False
-    writer, history = await take_over(store, stream, by)
-    if not healthy(sandbox.fold(history)):
-        return False
-    await writer.append(FailureDetected(incarnation, kind, evidence, by))
-    return True
+    return await _report(store, ids.sandbox(trajectory), healthy, FailureDetected(incarnation, kind, evidence, by))
 
 
 async def report_engine_failure(
@@ -40,15 +38,24 @@ async def report_engine_failure(
 ) -> bool:
     """Append FailureDetected to the worker's stream; False when it is known already."""
 
-    def healthy(state: worker.WorkerState) -> bool:
-        engine = state.engines.get(incarnation)
+    def healthy(history: Iterable[Recorded]) -> bool:
+        engine = worker.fold(history).engines.get(incarnation)
         return engine is not None and engine.status in ("starting", "ready")
 
-    stream = ids.worker(name)
-    if not healthy(worker.fold(await Reader(store, stream).catch_up())):
-        return False
-    writer, history = await take_over(store, stream, by)
-    if not healthy(worker.fold(history)):
-        return False
-    await writer.append(FailureDetected(incarnation, kind, evidence, by))
-    return True
+    return await _report(store, ids.worker(name), healthy, FailureDetected(incarnation, kind, evidence, by))
+
+
+async def _report(
+    store: JournalStore, stream: StreamId, healthy: Callable[[Iterable[Recorded]], bool], event: FailureDetected
+) -> bool:
+    """Take the stream over only as it was seen: whoever came in between may be recovering already."""
+    while True:
+        reader = Reader(store, stream)
+        if not healthy(await reader.catch_up()):
+            return False
+        try:
+            writer, _ = await take_over(store, stream, event.detected_by, only_at=reader.sequence)
+        except WrongSequenceError:
+            continue
+        await writer.append(event)
+        return True
