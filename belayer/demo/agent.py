@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 
 from belayer import ids
@@ -49,6 +49,7 @@ from belayer.projections.worker import EngineState
 from belayer.sandbox.protocol import Action, Incarnation, Sandbox, SandboxHost
 
 BY = "rollout"
+DYING_S = 1.0
 TIMEOUT_FACTOR = 4.0
 """Recorded time-outs were set for larger machines. Here one would strike by load alone, and runs would differ by it."""
 
@@ -269,7 +270,9 @@ class _Attempt:
         try:
             await self._collect(sandbox.incarnation, trajectory.state)
         except (BelayerError, OSError) as error:
-            problem = error
+            problem = error  # a container that is dying cannot be read any more a moment before it counts as dead
+            with suppress(TimeoutError):
+                await asyncio.wait_for(sandbox.wait_dead(), DYING_S)
         if not await self._around.sandboxes.is_alive(sandbox.incarnation):
             raise SandboxFailedError(sandbox.incarnation.name, "it died while its final state was read")
         if problem is not None:

@@ -109,6 +109,10 @@ class ModelSandbox:
             container.results[action.number] = Observation(0, output, 0.1)
         return container.results[action.number]
 
+    async def wait_dead(self) -> str:
+        """A model container's death is seen at the next action."""
+        raise TimeoutError
+
     async def close(self) -> None:
         """Nothing to let go of."""
 
