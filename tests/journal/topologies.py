@@ -29,7 +29,7 @@ class ClusterNode(EmbeddedServer):
         self.node_id = hashlib.sha1(str(number).encode()).hexdigest()
         self.bus_port = free_port()
         own = {"cluster-enabled": "yes", "cluster-port": str(self.bus_port), "cluster-node-timeout": "1000"}
-        own |= {"bind": ip, "cluster-announce-ip": ip, "protected-mode": "no"}
+        own |= {"bind": ip, "cluster-announce-ip": ip, "protected-mode": "no", "shutdown-timeout": "0"}
         super().__init__(folder, port=free_port(), settings=own | settings, executable=executable)
 
     def line(self, flags: str, master: str, slots: str) -> str:
@@ -233,7 +233,9 @@ async def sentineled(
     """A primary, its replicas and sentinels that have all found each other."""
     folder.mkdir(exist_ok=True)
     ports = [free_port() for _ in range(1 + replicas)]
-    quick = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"} | (settings or {})
+    quick = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1", "shutdown-timeout": "0"} | (
+        settings or {}
+    )
     async with contextlib.AsyncExitStack() as stack:
         servers: list[EmbeddedServer] = []
         for number, port in enumerate(ports):
