@@ -213,7 +213,7 @@ class _Process:
         self.starts += 1
         self._not_before_s = time.monotonic() + min(LONGEST_PAUSE_S, 0.25 * 2.0 ** min(self.starts, 10))
         process = subprocess.Popen(
-            [sys.executable, "-m", "belayer.cli.main", *self.command.arguments],
+            [sys.executable, "-m", "belayer.cli", *self.command.arguments],
             env={**os.environ, **self.command.environment, "BELAYER_OWNER_PID": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -195,7 +195,7 @@ async def measure(load: Load, begun: float, folder: Path) -> dict[str, Any]:
         await direct.run(engine.pid)
         server = await stack.enter_async_context(EmbeddedServer(folder / load.name))
         await register(server.url, engine.pid, address)
-        words = [sys.executable, "-m", "belayer.cli.main", "gateway", "--worker", "w", "--url", server.url]
+        words = [sys.executable, "-m", "belayer.cli", "gateway", "--worker", "w", "--url", server.url]
         gateway, ready = await stack.enter_async_context(process(*words))
         _, idle_mb = used(gateway.pid)
         through = Callers(ready.split()[1], load, begun)

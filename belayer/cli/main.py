@@ -91,9 +91,3 @@ def run(arguments: list[str] | None = None) -> int:
 def _say(problem: str) -> int:
     sys.stderr.write(f"belayer: {' '.join(problem.split())}\n")
     return 2
-
-
-if __name__ == "__main__":
-    from belayer.cli.__main__ import main
-
-    main()

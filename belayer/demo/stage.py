@@ -129,7 +129,7 @@ async def open_stage(
         engines = make_engines(engine, folder, recordings, chats, tokens_per_s)
         run = f"demo-{ids.new_suffix()}"
         stack.push_async_callback(sandboxes.remove_run, run)
-        command = [sys.executable, "-m", "belayer.cli.main", "actors", *engines.options]
+        command = [sys.executable, "-m", "belayer.cli", "actors", *engines.options]
         command += ["--engine-log", str(folder / "engines"), "--url", server.url, "--owner-pid", str(os.getpid())]
         command += ["--run", run]
         command += ["--relapse-s", "0"]  # engines are killed on purpose here, one soon after the other

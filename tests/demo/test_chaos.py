@@ -101,7 +101,7 @@ async def test_a_trajectory_survives_a_failure_of_each_kind(
 def demo(trajectories: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """`belayer demo` as a process, with a folder of its own for temporary files."""
     (tmp_path / "t").mkdir()
-    command = [sys.executable, "-m", "belayer.cli.main", "demo", "--trajectories", str(trajectories), "--runs", "0"]
+    command = [sys.executable, "-m", "belayer.cli", "demo", "--trajectories", str(trajectories), "--runs", "0"]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
