@@ -29,7 +29,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="tag", gc=Fa
 class EpochStarted(Event, frozen=True, array_like=True, tag="epoch-started"):
     """A writer has taken the stream over; every lower epoch is refused from here on.
 
-    `belayer_version`: of the writer, who wrote all events of the epoch; empty in journals written before the field was there.
+    `belayer_version`: of the writer, who wrote all events of the epoch; empty in older journals, without the field.
     """
 
     epoch: int
