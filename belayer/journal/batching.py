@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from belayer.errors import JournalUnavailableError
 from belayer.ids import StreamId
@@ -29,6 +29,7 @@ from belayer.journal.link import LinkLostError
 from belayer.journal.replies import Again
 from belayer.journal.sending import Sender
 from belayer.journal.server import REPLY_S
+from belayer.journal.server_checks import StillLoadingError
 from belayer.journal.writes import Append, TakeOver
 
 GROUPS = 2
@@ -61,10 +62,19 @@ class Lane:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Connect once, so that a wrong address or an unfit server shows here, and begin to send."""
+        """Connect once, so that a wrong address or an unfit server shows here, and begin to send.
+
+        A server that still loads its data is waited for.
+        """
         started = time.monotonic()
+        loading = AsyncRetrying(
+            retry=retry_if_exception_type(StillLoadingError),
+            stop=stop_after_delay(self._timeout_s),
+            wait=wait_random_exponential(multiplier=0.01, max=_LONGEST_PAUSE_S),
+            reraise=True,
+        )
         try:
-            await self._sender.linked(min(self._timeout_s, REPLY_S))
+            await loading(self._sender.linked, min(self._timeout_s, REPLY_S))
         except LinkLostError as error:
             raise self._unavailable(started, error.cause) from None
         self._loop = asyncio.get_running_loop()

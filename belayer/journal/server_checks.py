@@ -18,17 +18,27 @@ OLDEST = (7, 0)
 OLDEST_WITH_WAITAOF = (7, 2)
 
 
+class StillLoadingError(LinkLostError):
+    """The server reads its data; until it is done it does not even say truly whether it has an append-only file."""
+
+
 async def check_server(
     link: Link, address: str, durability: Durability, replicas: int, is_cluster: bool, timeout_s: float
 ) -> None:
-    """Ask the server and judge its answers. ServerRefusedError, or LinkLostError when the link breaks."""
+    """Ask the server and judge its answers.
+
+    ServerRefusedError, StillLoadingError, or LinkLostError when the link breaks.
+    """
     commands = [pack(("INFO",)), pack(("CONFIG", "GET", "appendfsync"))]
     info, config = await link.exchange(commands, len(commands), timeout_s)
     if isinstance(info, hiredis.ReplyError):
         if is_transient(info):
             raise LinkLostError(str(info))
         raise ServerRefusedError(address, "it does not answer INFO", str(info), "allow the user INFO (ACL: +info)")
-    judge(address, parse_info(info), _appendfsync(config), durability, replicas, is_cluster)
+    facts = parse_info(info)
+    if facts.get("loading") == "1":
+        raise StillLoadingError("the server is still loading its data")
+    judge(address, facts, _appendfsync(config), durability, replicas, is_cluster)
 
 
 def judge(

@@ -13,7 +13,11 @@ import pytest
 
 from belayer import ids
 from belayer.errors import JournalUnavailableError
+from belayer.journal.address import parse_address
+from belayer.journal.durability import Durability
 from belayer.journal.embedded import EmbeddedServer
+from belayer.journal.link import Link
+from belayer.journal.server_checks import StillLoadingError, check_server
 from belayer.journal.writer import take_over
 from tests.journal.faults import T, command, generation, opened, raw, stored, written
 from tests.waiting import until
@@ -142,3 +146,32 @@ async def test_a_server_that_is_gone_has_a_deadline_for_every_call(server: Embed
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, JournalUnavailableError), outcome
     await store.close()
+
+
+async def test_a_server_that_loads_its_data_is_waited_for(tmp_path: Path) -> None:
+    """While it loads it says `aof_enabled:0`: believed, that ended an actor's process in mid-start for good."""
+    async with EmbeddedServer(tmp_path / "r", settings={"key-load-delay": "200"}) as server:
+        store = await opened(server.url)
+        writer = await written(store)
+        # It answers after every 1,024 commands that it has loaded.
+        await command(server.url, "EVAL", "for i = 1, 8000 do redis.call('SET', 'filler' .. i, i) end", "0")
+        await server.kill()
+        restarting = asyncio.create_task(server.restart())
+        await until(lambda: is_loading(server.url), what="loading")
+        link = await Link.open(parse_address(server.url), "look", 10.0)
+        with pytest.raises(StillLoadingError):
+            await check_server(link, server.url, Durability.EVERYSEC, 0, False, 10.0)
+        link.close()
+        appended, other = await asyncio.gather(writer.append(generation(9)), opened(server.url))
+        assert appended == 5
+        assert len(await stored(other)) == 5
+        await restarting
+        await other.close()
+        await store.close()
+
+
+async def is_loading(url: str) -> bool:
+    try:
+        return (await raw(url, b"PING\r\n")).startswith(b"-LOADING")
+    except OSError:
+        return False
