@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -54,19 +55,30 @@ class Actors:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     async def start_one(self) -> None:
-        """Start a process and return once its actors work."""
+        """Start a process and return once its actors work.
+
+        One that ends at once is started again, as a service manager would: the journal's server may just be away.
+        """
+        deadline = time.monotonic() + _READY_S
+        while not await self._starts(deadline - time.monotonic()):
+            if time.monotonic() >= deadline:
+                lines = self.log.read_text(errors="replace").strip().splitlines()
+                raise ActorsFailedError(f"`belayer actors` did not start: {lines[-1] if lines else 'it said nothing'}")
+
+    async def _starts(self, timeout_s: float) -> bool:
+        """Start a process; whether its actors work."""
         process = self._spawn()
         self.processes[process.pid] = process
         assert process.stdout is not None
         try:
-            async with asyncio.timeout(_READY_S):
+            async with asyncio.timeout(timeout_s):
                 ready = await asyncio.to_thread(process.stdout.readline)
         except TimeoutError:
             ready = b""
         if ready.strip() != b"ready":
             await self.kill(process.pid)
-            lines = self.log.read_text(errors="replace").strip().splitlines()
-            raise ActorsFailedError(f"`belayer actors` did not start: {lines[-1] if lines else 'it said nothing'}")
+            return False
+        return True
 
     async def kill(self, pid: int) -> None:
         """SIGKILL one of them and return once it is gone."""
