@@ -110,7 +110,7 @@ async def speaking(
 
 async def test_a_stop_string_across_the_resume_is_seen(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """The engine dies when half of the stop string is out; only the gateway has seen both halves."""
-    async with speaking(tmp_path, tokenizer, 50) as (made, client):
+    async with speaking(tmp_path, tokenizer, 15) as (made, client):
         before = SAID[: SAID.index(STOP)]
         half = len(tokenizer.encode(before + STOP[:6], special=False))
         body = {"text": "<user>hi<end><assistant>", "sampling_params": {"max_new_tokens": 500, "stop": [STOP, "zzz"]}}
