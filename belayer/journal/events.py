@@ -193,6 +193,9 @@ class SandboxSpec(msgspec.Struct, frozen=True, array_like=True):
     """Whether the image's files cannot be written."""
     tmpfs: tuple[str, ...] = ()
     """Folders in memory; captured with the processes."""
+    cap_drop: tuple[str, ...] = ()
+    """Capabilities taken from Docker's default ones; "ALL" takes all."""
+    cap_add: tuple[str, ...] = ()
 
 
 class SandboxCreated(Event, frozen=True, array_like=True, tag="sandbox-created"):

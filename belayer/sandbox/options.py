@@ -11,6 +11,28 @@ from belayer.journal.events import SandboxSpec
 NETWORKS = ("none", "bridge")
 RESERVED = ("/", "/proc", "/sys", "/dev", "/.belayer")
 """Where nothing may be mounted: Docker, CRIU or the runner need what is there."""
+DEFAULT_CAPABILITIES = frozenset(
+    (
+        "AUDIT_WRITE",
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "KILL",
+        "MKNOD",
+        "NET_BIND_SERVICE",
+        "NET_RAW",
+        "SETFCAP",
+        "SETGID",
+        "SETPCAP",
+        "SETUID",
+        "SYS_CHROOT",
+    )
+)
+MORE_CAPABILITIES = frozenset(("IPC_LOCK", "SYS_NICE", "SYS_PTRACE", "SYS_RESOURCE"))
+"""What can be added besides. The others let processes change what no checkpoint holds and what `quiet.py` does not look
+for: mounts, addresses, the host name, clocks, immutable files."""
+NEEDED_FOR_A_USER = ("SETUID", "SETGID", "KILL")
 
 
 def check(spec: SandboxSpec) -> None:
@@ -29,6 +51,21 @@ def check(spec: SandboxSpec) -> None:
         reserved = any(path == PurePosixPath(one) or (one != "/" and path.is_relative_to(one)) for one in RESERVED)
         if not path.is_absolute() or ".." in path.parts or reserved:
             raise InputError(f"nothing can be mounted at {target!r} in a sandbox; name a folder of its own")
+    _check_capabilities(spec)
+
+
+def _check_capabilities(spec: SandboxSpec) -> None:
+    for name in (*spec.cap_drop, *spec.cap_add):
+        if name not in DEFAULT_CAPABILITIES | MORE_CAPABILITIES and (name != "ALL" or name in spec.cap_add):
+            known = ", ".join(sorted(DEFAULT_CAPABILITIES | MORE_CAPABILITIES))
+            raise InputError(f"a sandbox's capability {name!r} can be neither added nor dropped; there are {known}")
+    missing = [
+        name
+        for name in NEEDED_FOR_A_USER
+        if spec.user and name not in spec.cap_add and not {name, "ALL"}.isdisjoint(spec.cap_drop)
+    ]
+    if missing:
+        raise InputError(f"the sandbox's user {spec.user!r} needs {', '.join(missing)} in process 1; do not drop it")
 
 
 def mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
@@ -49,4 +86,8 @@ def host_config(spec: SandboxSpec) -> dict[str, Any]:
         config["nano_cpus"] = int(spec.cpus * 1e9)
     if spec.tmpfs:
         config["tmpfs"] = dict.fromkeys(spec.tmpfs, "exec,mode=1777")
+    if spec.cap_drop:
+        config["cap_drop"] = list(spec.cap_drop)
+    if spec.cap_add:
+        config["cap_add"] = list(spec.cap_add)
     return config

@@ -22,6 +22,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 
 KEPT_RESULTS = 4
 KEPT_BYTES = 2 << 20
@@ -54,10 +55,9 @@ class Output:
             self.cut()
 
     def cut(self):
-        over = len(self.tail) - self.tail_limit
-        if over > 0:
-            del self.tail[:over]
-            self.dropped += over
+        over = max(0, len(self.tail) - self.tail_limit)
+        del self.tail[:over]
+        self.dropped += over
 
     def value(self):
         self.cut()
@@ -97,8 +97,8 @@ class Runner:
         self.poll.register(self.wakeup, select.POLLIN)
         signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: os._exit(128 + number))
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
 
     def path(self, name):
         return os.path.join(self.control, name)
@@ -202,10 +202,8 @@ class Runner:
             if error.errno not in (errno.ENXIO, errno.ENOENT):
                 print("runner: no answer to %s: %s" % (request["id"], error), file=sys.stderr, flush=True)
             return
-        try:
+        with suppress(OSError):
             os.write(bell, b"!")
-        except OSError:
-            pass
         os.close(bell)
 
     # --- actions ---
@@ -224,7 +222,8 @@ class Runner:
         except OSError as error:
             os.close(read_end)
             os.close(write_end)
-            self.finish(request, number, 126, ("cannot fork: %s\n" % error).encode())
+            # It has run all the same: its number is spent.
+            self.finish(number, [request], result(126), ("cannot fork: %s\n" % error).encode())
             return
         if pid == 0:
             become(command, self.workdir, write_end, self.user)
@@ -234,11 +233,15 @@ class Runner:
         self.running = Running(number, pid, read_end, output, timeout_s)
         self.running.waiting.append(request)
 
-    def finish(self, request, number, exit_status, output):
-        """An action that could not even start has run all the same: its number is spent."""
-        header = {"exit_status": exit_status, "duration_s": 0.0, "timed_out": False, "dropped_bytes": 0}
-        self.keep(number, header, output)
-        self.answer(request, header, output)
+    def finish(self, number, waiting, header, output):
+        if number is not None:
+            self.results[number] = (header, output)
+        while len(self.results) > 1 and (
+            len(self.results) > KEPT_RESULTS or sum(len(kept) for _, kept in self.results.values()) > KEPT_BYTES
+        ):
+            del self.results[min(self.results)]
+        for request in waiting:
+            self.answer(request, header, output)
 
     def drain(self, fd, limit=READ_BYTES):
         """Take what is there, for the running action if the pipe is its own. At its end the pipe is closed."""
@@ -266,44 +269,23 @@ class Runner:
             if pid == 0:
                 return
             if self.running is not None and pid == self.running.pid:
-                self.ended(exit_status_of(status))
+                self.ended(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
 
     def ended(self, exit_status):
         running = self.running
         if running.pipe in self.drained:
             self.drain(running.pipe, LEFT_OVER_BYTES)
-        timed_out = running.killed_at is not None
-        header = {
-            "exit_status": 124 if timed_out else exit_status,
-            "duration_s": time.monotonic() - running.started,
-            "timed_out": timed_out,
-            "dropped_bytes": 0,
-        }
+        duration_s, timed_out = time.monotonic() - running.started, running.killed_at is not None
         output = running.output.value()
-        header["dropped_bytes"] = running.output.dropped
+        header = result(124 if timed_out else exit_status, duration_s, timed_out, running.output.dropped)
         self.running = None
-        self.keep(running.number, header, output)
-        for request in running.waiting:
-            self.answer(request, header, output)
-
-    def keep(self, number, header, output):
-        if number is None:
-            return
-        self.results[number] = (header, output)
-        while len(self.results) > 1 and (
-            len(self.results) > KEPT_RESULTS or sum(len(kept) for _, kept in self.results.values()) > KEPT_BYTES
-        ):
-            del self.results[min(self.results)]
+        self.finish(running.number, running.waiting, header, output)
 
     def check_deadline(self):
-        running = self.running
-        if running is None:
+        running, now = self.running, time.monotonic()
+        if running is None or (running.killed_at is None and now < running.deadline):
             return
-        now = time.monotonic()
-        if running.killed_at is None:
-            if now < running.deadline:
-                return
-            running.killed_at = now
+        running.killed_at = running.killed_at or now
         kill_tree(running.pid)
         self.reap()
         if self.running is running and now > running.killed_at + KILL_GRACE_S:
@@ -370,55 +352,45 @@ def kill_tree(pid):
             return
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for victim in doomed:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(victim, number)
-                except ProcessLookupError:
-                    pass
 
 
 def tree_of(root):
     processes = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            try:
-                with open("/proc/" + name + "/stat", "rb") as file:
-                    stat = file.read()
-            except OSError:
-                continue
-            state, parent, group, session = stat[stat.rindex(b")") + 2 :].split()[:4]
-            if state not in (b"Z", b"X"):
-                processes[int(name)] = (int(parent), int(group), int(session))
-    found = {pid for pid, (_, group, session) in processes.items() if pid == root or root in (group, session)}
-    grown = True
-    while grown:
-        more = {pid for pid, (parent, _, _) in processes.items() if parent in found} - found
+            with suppress(OSError), open("/proc/" + name + "/stat", "rb") as file:
+                stat = file.read()
+                state, parent, group, session = stat[stat.rindex(b")") + 2 :].split()[:4]
+                if state not in (b"Z", b"X"):
+                    processes[int(name)] = (int(parent), int(group), int(session))
+    found = set()
+    more = {pid for pid, (_, group, session) in processes.items() if root in (pid, group, session)}
+    while more:
         found |= more
-        grown = bool(more)
+        more = {pid for pid, (parent, _, _) in processes.items() if parent in found} - found
     return found - {os.getpid()}
 
 
 def has_ipc_objects():
     """Whether System V objects exist: they outlive the processes that made them."""
     for kind in ("shm", "sem", "msg"):
-        try:
-            with open("/proc/sysvipc/" + kind) as file:
-                if len(file.readlines()) > 1:
-                    return True
-        except OSError:
-            pass
+        with suppress(OSError), open("/proc/sysvipc/" + kind) as file:
+            if len(file.readlines()) > 1:
+                return True
     return False
 
 
-def exit_status_of(status):
-    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+def result(exit_status, duration_s=0.0, timed_out=False, dropped_bytes=0):
+    """What is told of an action besides its output."""
+    return dict(exit_status=exit_status, duration_s=duration_s, timed_out=timed_out, dropped_bytes=dropped_bytes)
 
 
 def swallow(fd):
-    try:
+    with suppress(BlockingIOError):
         while os.read(fd, 4096):
             pass
-    except BlockingIOError:
-        pass
 
 
 if __name__ == "__main__":

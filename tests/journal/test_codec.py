@@ -32,9 +32,10 @@ GOLDEN = Path(__file__).with_name("golden.json")
 T = ids.trajectory("t")
 EVENT_ID = bytes(range(16))
 FIRST_SPEC = events.SandboxSpec("image", "/testbed", {"A": "b"}, ("true",), 1 << 30, 1.5)
-SPEC = msgspec.structs.replace(
+SECOND_SPEC = msgspec.structs.replace(
     FIRST_SPEC, network="bridge", user="1000", binds=("/data:/data:ro",), read_only=True, tmpfs=("/tmp",)
 )
+SPEC = msgspec.structs.replace(SECOND_SPEC, cap_drop=("ALL",), cap_add=("CHOWN",))
 
 EXAMPLES: list[AnyEvent] = [
     events.EpochStarted(3, "rollout", "0.2.0"),
@@ -94,6 +95,7 @@ EARLIER: dict[str, list[AnyEvent]] = {
     "epoch-started": [events.EpochStarted(3, "rollout", "")],
     "sandbox-created": [
         events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", FIRST_SPEC),
+        events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", SECOND_SPEC),
     ],
 }
 """How the golden bytes of earlier versions are read today, for each tag, oldest first. Only ever added to."""

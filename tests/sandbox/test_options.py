@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -104,6 +105,29 @@ async def test_actions_run_as_a_user(bench: Bench, user: str) -> None:
             await live.checkpoint()
 
 
+PRIVILEGES = "grep -hE '^(CapInh|CapPrm|CapEff|CapBnd|Seccomp|NoNewPrivs)' /proc/1/status /proc/self/status"
+
+
+@KINDS
+async def test_capabilities_and_the_seccomp_filter_hold(bench: Bench, background: str) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/tmp", cap_drop=("ALL",), cap_add=("CHOWN", "SYS_PTRACE"))
+    live = await bench.create(spec)
+    mask = (1 << 0) | (1 << 19)
+    seen = await live.sh(PRIVILEGES)
+    assert re.findall("CapBnd:\t(.*)", seen) == [f"{mask:016x}"] * 2
+    assert re.findall("Seccomp:\t(.*)", seen) == ["2", "2"], "Docker's default filter"
+    await live.sh(f"{background}touch owned; chown 5:5 owned")
+    for _ in range(2):
+        live = await again(bench, live, spec)
+        assert await live.sh(PRIVILEGES) == seen
+        assert "Operation not permitted" in await live.sh("mknod device c 1 3 2>&1", status=1), "MKNOD is dropped"
+        assert "not permitted" in await live.sh("unshare --user true 2>&1", status=1), "the filter is at work"
+        await live.sh("chown 6:6 owned")
+    if background:
+        held = await live.sh("grep -E '^(CapBnd|Seccomp)' /proc/$(pgrep sleep)/status")
+        assert re.findall(":\t(.*)", held)[:2] == [f"{mask:016x}", "2"], "of the process that was restored"
+
+
 CONNECT = "import socket; s = socket.create_connection(('{address}', {port})); open('up', 'w'); s.recv(1)"
 
 
@@ -139,6 +163,10 @@ async def test_the_bridge(bench: Bench) -> None:
         (SandboxSpec(IMAGE, tmpfs=("/.belayer/control",)), "'/.belayer/control'"),
         (SandboxSpec(IMAGE, tmpfs=("/a/../dev",)), r"'/a/\.\./dev'"),
         (SandboxSpec(IMAGE, tmpfs=("/",)), "'/'"),
+        (SandboxSpec(IMAGE, cap_add=("SYS_ADMIN",)), "'SYS_ADMIN'"),
+        (SandboxSpec(IMAGE, cap_add=("ALL",)), "'ALL'"),
+        (SandboxSpec(IMAGE, cap_drop=("CAP_KILL",)), "'CAP_KILL'"),
+        (SandboxSpec(IMAGE, user="nobody", cap_drop=("ALL",), cap_add=("SETUID", "SETGID")), "'nobody' needs KILL"),
     ],
 )
 async def test_what_cannot_be_is_named_before_anything_is_made(bench: Bench, spec: SandboxSpec, named: str) -> None:
@@ -149,4 +177,5 @@ async def test_what_cannot_be_is_named_before_anything_is_made(bench: Bench, spe
 
 def test_ordinary_specs_pass() -> None:
     options.check(SandboxSpec(IMAGE))
+    options.check(SandboxSpec(IMAGE, user="1", cap_drop=("ALL", "MKNOD"), cap_add=("SETUID", "SETGID", "KILL")))
     options.check(SandboxSpec(IMAGE, user="1000:100", binds=("/a:/b", "v:/c:rw"), tmpfs=("/tmp",), network="bridge"))
