@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 HELP = """Show every trajectory, worker and run of a journal: where it stands, who holds it, how old its last event is.
 
+At the end: which acknowledged events a server was found to have lost, and whether they are stored again.
+
 Examples:
 
   belayer status --url redis://journal:6379
@@ -23,6 +25,8 @@ Examples:
   belayer status --watch
 
   belayer status --json | jq '.trajectories[] | select(.state == "recovering")'
+
+  belayer status --json | jq '.losses[] | select(.stored_again | not)'
 """
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Recorded
 from belayer.journal.events import EpochStarted, StreamArchived, TokensAppended
-from belayer.journal.store import JournalStore
+from belayer.journal.store import JournalStore, Loss
 from belayer.journal.writer import Reader
 from belayer.projections import run, sandbox, trajectory, worker
 
@@ -71,6 +71,18 @@ class RunRow(msgspec.Struct, frozen=True):
     age_s: float
 
 
+class LossRow(msgspec.Struct, frozen=True):
+    """Acknowledged events that a server was found to have lost. `age_s`: since they were missed."""
+
+    stream: str
+    epoch: int
+    first_sequence: int
+    last_sequence: int
+    stored_again: bool
+    """If not, the stream has gone on without them, or what came before them is missing too."""
+    age_s: float
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """One look at the journal."""
 
@@ -79,6 +91,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     engines: list[EngineRow]
     archived: int = 0
     """Trajectories that have ended and are in the archive: not among the others."""
+    losses: list[LossRow] = []
+    """Oldest first."""
 
 
 class _Watched(Generic[S]):
@@ -136,6 +150,7 @@ class Board:
             ],
             engines=[row for watched in self._workers.values() for row in _engine_rows(watched, now_ns)],
             archived=sum(watched.archived for watched in self._trajectories.values()),
+            losses=[_loss_row(loss, now_ns) for loss in await self._store.losses()],
         )
 
     async def _catch_up(self) -> None:
@@ -225,4 +240,15 @@ def _run_row(watched: _Watched[run.RunState], now_ns: int) -> RunRow:
         durability="" if state.started is None else state.started.durability,
         weight_version=state.weight_version,
         age_s=round(watched.age_s(now_ns), 1),
+    )
+
+
+def _loss_row(loss: Loss, now_ns: int) -> LossRow:
+    return LossRow(
+        stream=str(loss.stream),
+        epoch=loss.epoch,
+        first_sequence=loss.first_sequence,
+        last_sequence=loss.last_sequence,
+        stored_again=loss.restored,
+        age_s=round(max(0.0, (now_ns - loss.time_ns) / 1e9), 1),
     )

@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from belayer.cli.status_rows import EngineRow, RunRow, Snapshot, TrajectoryRow
+from belayer.cli.status_rows import EngineRow, LossRow, RunRow, Snapshot, TrajectoryRow
 
 _STYLES = {
     "open": "green",
@@ -25,15 +25,39 @@ _STYLES = {
 }
 
 
-def tables(snapshot: Snapshot) -> Group | Text:
-    """Runs, trajectories and engines, each a table; what there is none of is left out."""
+_LOSSES_SHOWN = 10
+
+
+def tables(snapshot: Snapshot) -> Group:
+    """Runs, trajectories and engines, each a table; what there is none of is left out. At the end what was lost."""
     parts = [
         *([_runs(snapshot.runs)] if snapshot.runs else []),
         *([_trajectories(snapshot.trajectories)] if snapshot.trajectories else []),
         *([_engines(snapshot.engines)] if snapshot.engines else []),
         *([Text(f"{snapshot.archived} more trajectories are archived.", "dim")] if snapshot.archived else []),
     ]
-    return Group(*parts) if parts else Text("The journal is empty.", "dim")
+    return Group(*(parts or [Text("The journal is empty.", "dim")]), *_losses(snapshot.losses))
+
+
+def _losses(rows: list[LossRow]) -> list[Text]:
+    """A sentence for each, the newest last."""
+    if not rows:
+        return [Text("No acknowledged event was found to be lost.", "dim")]
+    lines = [_loss(row) for row in rows[-_LOSSES_SHOWN:]]
+    if more := len(rows) - len(lines):
+        again = sum(row.stored_again for row in rows[:more])
+        lines.insert(0, Text(f"{more} earlier losses, {again} of them stored again; --json lists them all.", "dim"))
+    return lines
+
+
+def _loss(row: LossRow) -> Text:
+    count = row.last_sequence - row.first_sequence + 1
+    events = "1 event" if count == 1 else f"{count} events"
+    place = f"sequence {row.first_sequence}" + (f" to {row.last_sequence}" if count > 1 else "")
+    lost = f"Lost by the server {_age(row.age_s)} ago: {events} of {row.stream}, {place}; "
+    if row.stored_again:
+        return Text(f"{lost}stored again.", "yellow")
+    return Text(f"{lost}not stored again.", "bold red")
 
 
 def _state(name: str) -> Text:

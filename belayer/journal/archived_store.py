@@ -16,7 +16,7 @@ from belayer.ids import StreamId, StreamKind
 from belayer.journal.archive import Archive
 from belayer.journal.codec import Entry, decode_entry
 from belayer.journal.sealing import Keyring
-from belayer.journal.store import JournalStore, Subscription
+from belayer.journal.store import JournalStore, Loss, Subscription
 from belayer.journal.writer import mark_of
 
 
@@ -74,6 +74,9 @@ class ArchivedStore:
 
     def remove(self, stream: StreamId) -> Coroutine[Any, Any, None]:
         return self.live.remove(stream)
+
+    def losses(self) -> Coroutine[Any, Any, Sequence[Loss]]:
+        return self.live.losses()
 
     def subscribe(
         self, group: str, consumer: str, stale_after_s: float = 5.0

@@ -11,26 +11,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from belayer.ids import StreamId
 from belayer.journal.writes import Append
 
 HELD_BYTES = 32 << 20
 """For all shards of a store together: five seconds of 2,500 chunks/s of 256 tokens."""
 HELD_S = 10.0
-
-
-class Loss(NamedTuple):
-    """Acknowledged events that the server was found to have lost."""
-
-    stream: StreamId
-    epoch: int
-    first_sequence: int
-    last_sequence: int
-    restored: bool
-    """Whether they are stored again, byte for byte; if not, something else has taken their place."""
-    time_ns: int
 
 
 class Held:

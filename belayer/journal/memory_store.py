@@ -17,7 +17,7 @@ from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
 from belayer.journal.outcome import is_above, refusal, takeover_refusal
 from belayer.journal.sealing import Keyring
-from belayer.journal.store import Notice
+from belayer.journal.store import Loss, Notice
 
 
 class MemoryStore:
@@ -82,6 +82,9 @@ class MemoryStore:
 
     async def remove(self, stream: StreamId) -> None:
         self._streams.pop(stream, None)
+
+    async def losses(self) -> list[Loss]:
+        return []
 
     @asynccontextmanager
     async def subscribe(self, group: str, consumer: str, stale_after_s: float = 5.0) -> AsyncGenerator[_Subscription]:

@@ -22,14 +22,14 @@ from belayer.journal.batching import WAITING_BYTES, Lane
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.groups import Group, look_at_groups
-from belayer.journal.held import HELD_BYTES, Loss
+from belayer.journal.held import HELD_BYTES
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.restoring import read_loss, removal_mark
 from belayer.journal.route import Routes
 from belayer.journal.sealing import Keyring
 from belayer.journal.sending import Sender
 from belayer.journal.server import Server
-from belayer.journal.store import Subscription
+from belayer.journal.store import Loss, Subscription
 from belayer.journal.subscription import subscribe
 from belayer.journal.waiting import Waiting
 from belayer.journal.writes import TRIM
@@ -156,7 +156,6 @@ class RedisStore:
         await self._server_of(stream).ask_all([("MULTI",), *unlink, *mark, ("EXEC",)])
 
     async def losses(self) -> list[Loss]:
-        """Acknowledged events that servers were found to have lost, oldest first; what was restored is there again."""
         found: list[Loss] = []
         for shard in range(self._keys.shards):
             entries = await self._servers[shard].ask("XRANGE", self._keys.losses(shard), "-", "+")

@@ -26,10 +26,11 @@ from belayer.errors import CodecError, JournalError
 from belayer.ids import StreamId
 from belayer.journal.codec import Entry, decode_entry, digest_of, previous_digest_of
 from belayer.journal.confirming import Confirmation
-from belayer.journal.held import Held, Loss
+from belayer.journal.held import Held
 from belayer.journal.keys import Keys, entry_id, stored_entry
 from belayer.journal.link import Link, Reply, pack
 from belayer.journal.replies import ASK, Again, Refused, judged_error
+from belayer.journal.store import Loss
 from belayer.journal.writes import EMPTY, Append, Tail
 
 GAP_S = 5.0

@@ -31,6 +31,19 @@ class Notice(NamedTuple):
     """The store's own handle of this delivery, for `Subscription.done`."""
 
 
+class Loss(NamedTuple):
+    """Acknowledged events that the server was found to have lost."""
+
+    stream: StreamId
+    epoch: int
+    first_sequence: int
+    last_sequence: int
+    restored: bool
+    """Whether they are stored again, byte for byte; if not, the stream has gone on without them, or what came before
+    them is missing too."""
+    time_ns: int
+
+
 class Subscription(Protocol):
     """One consumer of a consumer group on the control streams: each notice goes to one consumer of the group."""
 
@@ -103,6 +116,10 @@ class JournalStore(Protocol):
 
     def remove(self, stream: StreamId) -> Coroutine[Any, Any, None]:
         """Remove the stream and its name. For the owner of a finished run, after archiving; nobody else."""
+        ...
+
+    def losses(self) -> Coroutine[Any, Any, Sequence[Loss]]:
+        """Acknowledged events that servers were found to have lost, oldest first; what was restored is there again."""
         ...
 
     def subscribe(
