@@ -16,7 +16,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
-from belayer.errors import FencedError, InputError, LimitError, MissingKeyError, ProtocolError
+from belayer.errors import (
+    DamagedJournalError,
+    FencedError,
+    InputError,
+    LimitError,
+    MissingKeyError,
+    ProtocolError,
+    WrongSequenceError,
+)
 from belayer.ids import trajectory as trajectory_stream
 from belayer.journal.columns import TOKEN_BYTES, pack_logprobs, pack_loss_mask, pack_token_ids
 from belayer.journal.events import (
@@ -33,7 +41,7 @@ from belayer.journal.events import (
 )
 from belayer.journal.limits import LIMITS, Limits
 from belayer.journal.store import JournalStore
-from belayer.journal.writer import Reader, StreamWriter, take_over
+from belayer.journal.writer import READ_AGAIN_PAUSE_S, Reader, StreamWriter, take_over
 from belayer.observe import steps
 from belayer.observe.position import at, say
 from belayer.projections.trajectory import Boundary, Generation, TrajectoryState, evolve, fold
@@ -106,7 +114,13 @@ class Trajectory:
                 state = await _until_resumed(reader, deadline, timeout_s)
                 if state.sealed_with:
                     raise MissingKeyError(str(stream), state.sealed_with, [])
-                stream_writer, history = await take_over(store, stream, writer, reader=reader, limits=limits)
+                try:
+                    stream_writer, history = await take_over(store, stream, writer, reader=reader, limits=limits)
+                except (WrongSequenceError, DamagedJournalError):
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(READ_AGAIN_PAUSE_S)  # what was read is gone, by a failover say
+                    continue
                 state = fold(history, state)
                 if state.phase != "recovering":
                     return cls(stream_writer, state, chunk_tokens, chunk_s)

@@ -151,7 +151,8 @@ class EmbeddedServer:
         if self.pid == 0 or processes.is_alive(*self._server):
             _signal(supervisor, signal.SIGTERM)
         try:
-            await asyncio.wait_for(supervisor.wait(), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):  # wait_for may swallow a cancellation (Python 3.11)
+                await supervisor.wait()
         except TimeoutError:
             _signal(supervisor, signal.SIGKILL)
             await supervisor.wait()

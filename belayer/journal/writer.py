@@ -7,6 +7,7 @@ After JournalUnavailableError the outcome of that append is unknown; `append` ma
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -15,6 +16,7 @@ from belayer.errors import (
     ArchivedError,
     DamagedJournalError,
     FencedError,
+    JournalError,
     ProtocolError,
     UnknownEventError,
     WrongSequenceError,
@@ -27,6 +29,8 @@ from belayer.journal.store import JournalStore
 from belayer.observe import steps
 from belayer.observe.position import at
 
+READ_AGAIN_S = 10.0
+READ_AGAIN_PAUSE_S = 0.02
 _READ_LIMIT = 1000
 _NOTICED = frozenset(NOTICED)
 
@@ -212,18 +216,30 @@ async def take_over(
     off; otherwise WrongSequenceError and nothing has happened. With a `reader` of the stream only the events that it
     has not read yet come back.
 
-    What was read may be gone by then: events that were not acknowledged yet, or that a server lost. The stream is then
-    read again, unless it was a `reader` of the caller's; then it is WrongSequenceError or DamagedJournalError.
+    What was read may be gone by then: events that were not acknowledged yet, or that a server lost; they may even come
+    back, and a primary that was replaced may still tell of them. The stream is then read again, for up to READ_AGAIN_S,
+    unless it was a `reader` of the caller's; then it is WrongSequenceError or DamagedJournalError.
     """
-    if reader is None:
-        while True:
-            reader = Reader(store, stream)
-            try:
-                return await _take_over(store, stream, writer, only_at, reader, limits, new_id)
-            except (WrongSequenceError, DamagedJournalError):
-                if await _is_still_there(store, reader):
-                    raise
-    return await _take_over(store, stream, writer, only_at, reader, limits, new_id)
+    deadline = time.monotonic() + READ_AGAIN_S
+    while True:
+        using = reader or Reader(store, stream)
+        try:
+            return await _take_over(store, stream, writer, only_at, using, limits, new_id)
+        except _GoneError as gone:
+            if reader is not None or time.monotonic() > deadline:
+                raise gone.error from None
+        except DamagedJournalError:
+            if reader is not None or await _is_still_there(store, using):
+                raise
+        await asyncio.sleep(READ_AGAIN_PAUSE_S)
+
+
+class _GoneError(Exception):
+    """What a takeover was built on is not in the stream now; `error` says so to the caller."""
+
+    def __init__(self, error: JournalError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 async def _is_still_there(store: JournalStore, reader: Reader) -> bool:
@@ -249,7 +265,11 @@ async def _take_over(
         epoch = reader.epoch + 1
         started = EpochStarted(epoch, writer, __version__)
         entry, digest = encode_entry(epoch, reader.sequence, reader.digest, [started], [new_id()], time.time_ns())
-        if await store.take_over(stream, reader.last_entry, entry) is None:
+        try:
+            now = await store.take_over(stream, reader.last_entry, entry)
+        except (WrongSequenceError, DamagedJournalError) as error:
+            raise _GoneError(error) from None
+        if now is None:
             history += decode_entry(stream, epoch, entry.last_sequence, entry.body)
             size_bytes = reader.size_bytes + len(entry.body)
             made = StreamWriter(
