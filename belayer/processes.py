@@ -6,6 +6,7 @@ A process is (pid, start ticks): field 22 of /proc/PID/stat, proc(5), the clock 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -51,6 +52,10 @@ def open_pidfd(pid: int, ticks: int) -> int | None:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None  # the id is a thread's of another process now
+        raise
     if is_alive(pid, ticks):
         return fd
     os.close(fd)

@@ -2,8 +2,8 @@
 
 A notice only says where to look, so handling it twice, late or for nothing is harmless; what makes an action happen
 once is the epoch that its handler takes. A handler that fails leaves its notice pending, and a dead actor leaves all
-of its own: they go stale and come to whichever actor asks next. Work in progress is renewed, so that only the dead
-lose it.
+of its own: they go stale and come to whichever actor asks next, or at once to one on the same host (`peers.py`). Work
+in progress is renewed, so that only the dead lose it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 
 import structlog
 
+from belayer.actors.peers import Peers
 from belayer.errors import BelayerError, FencedError, JournalUnavailableError, WrongSequenceError
 from belayer.journal.store import JournalStore, Notice, Subscription
 from belayer.observe.position import Beginning, at, position
@@ -23,6 +24,8 @@ log = structlog.get_logger("belayer.actors")
 
 RENEWALS = 4
 """How often a notice is renewed in the time after which it is stale."""
+LOOKS = 4
+"""How often it is looked for new peers in that time."""
 POLL_S = 1.0
 
 
@@ -34,16 +37,21 @@ class Actor(Protocol):
     concurrency: int
     stale_after_s: float
     """How long a notice may be without a sign of life of whoever has it, before another takes it: what the death of an
-    actor costs. A busy one that is late only makes another look, and wait for it."""
+    actor costs that nobody on its host outlives. A busy one that is late only makes another look, and wait for it."""
 
     async def handle(self, notice: Notice) -> None: ...
 
 
-async def run_actor(store: JournalStore, actor: Actor, host: str, consumer: str) -> None:
-    """Run until cancelled. Actors of one name on one host share the notices; every host sees all of them."""
+async def run_actor(store: JournalStore, actor: Actor, host: str, consumer: str, peers: Peers | None = None) -> None:
+    """Run until cancelled. Actors of one name on one host share the notices; every host sees all of them.
+
+    `peers`: those of this process, when it has several actors.
+    """
     slots = asyncio.Semaphore(actor.concurrency)
+    peers = peers or Peers(host, consumer)
     async with (
         store.subscribe(f"{actor.name}@{host}", consumer, actor.stale_after_s) as notices,
+        peers.inheriting(notices, actor.stale_after_s / LOOKS),
         asyncio.TaskGroup() as tasks,
     ):
         while True:

@@ -1,7 +1,7 @@
 """All actors of one host in one process, until cancelled. Any number of such processes may run, on any number of hosts.
 
-Actors share nothing but the journal, so killing the process at any instant loses nothing: its notices go stale and come
-to the other processes, or to this one when it is started again.
+Actors share nothing but the journal, so killing the process at any instant loses nothing: its notices come at once to
+another process of its host, or to the next one that is started there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from belayer.actors.actor import Actor, run_actor
 from belayer.actors.checkpointer import Checkpointer
 from belayer.actors.detector import Detector
 from belayer.actors.names import new_name
+from belayer.actors.peers import Peers
 from belayer.actors.policy import Policy
 from belayer.actors.reaper import Reaper
 from belayer.actors.recovery import Recovery
@@ -50,6 +51,7 @@ async def run_actors(
     """
     by = new_name(host_name)
     consumer = by.removeprefix("actors/")
+    peers = Peers(host_name, consumer)
     actors: list[Actor] = [
         Detector(store, engines, host_name, by),
         Checkpointer(store, sandboxes, host_name, by, PATIENCE_S, policy),
@@ -61,11 +63,11 @@ async def run_actors(
     ]
     async with asyncio.TaskGroup() as tasks:
         for actor in actors:
-            tasks.create_task(run_actor(store, actor, host_name, consumer), name=actor.name)
+            tasks.create_task(run_actor(store, actor, host_name, consumer, peers), name=actor.name)
         if archive is not None:
             from belayer.actors.archiver import GROUP, Archiver
 
             archiver = Archiver(store, archive, by, patience_s=PATIENCE_S)
-            tasks.create_task(run_actor(store, archiver, GROUP, consumer), name=archiver.name)
+            tasks.create_task(run_actor(store, archiver, GROUP, consumer, peers), name=archiver.name)
         if ready is not None:
             ready.set()

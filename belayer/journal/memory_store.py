@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -168,3 +169,11 @@ class _Subscription:
         number = int(notice.delivery)
         if number in self._group.pending:
             self._group.pending[number] = (self._consumer, self._control.clock())
+
+    async def holders(self) -> Sequence[str]:
+        return sorted({consumer for consumer, _ in self._group.pending.values()})
+
+    async def inherit(self, consumer: str) -> None:
+        left = {number: (consumer, -math.inf) for number, (who, _) in self._group.pending.items() if who == consumer}
+        self._group.pending |= left
+        self._control.wake()

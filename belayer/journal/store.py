@@ -59,6 +59,14 @@ class Subscription(Protocol):
         """The work on this notice goes on: it is not stale."""
         ...
 
+    async def holders(self) -> Sequence[str]:
+        """The consumers of the group that have notices which are not done, this one included."""
+        ...
+
+    async def inherit(self, consumer: str) -> None:
+        """What that consumer, known to be dead, has left undone comes next here, stale or not."""
+        ...
+
 
 class JournalStore(Protocol):
     """Streams of entries. All but `durability` and `subscribe` are awaited.

@@ -26,6 +26,7 @@ RENEW_TOGETHER_S = 0.02
 _BLOCK_S = 2.0
 _CLAIM_AT_ONCE = 16
 _CLAIM_CALLS = 64
+_INHERIT_AT_ONCE = 256
 _GROUP_LOST = "NOGROUP"
 _GROUP_EXISTS = "BUSYGROUP"
 
@@ -63,6 +64,8 @@ class RedisSubscription:
         self._cursors = [b"0-0"] * keys.shards
         self._ready: deque[tuple[Notice, float]] = deque()
         """Came along with another one, and when. One that waits here for too long is stale and another consumer's."""
+        self._came = asyncio.Event()
+        """Something came that was not read: whoever waits for new notices need not wait any longer."""
         self._renewing: dict[int, set[str]] = {}
         self._renewal: asyncio.Task[None] | None = None
         """The one that collects; those that are on their way end by themselves."""
@@ -101,6 +104,30 @@ class RedisSubscription:
         for shard, identifiers in renewing.items():
             key = self._controls[shard]
             await self._ask_group(shard, "XCLAIM", key, self._group, self._consumer, "0", *identifiers, "JUSTID")
+
+    async def holders(self) -> Sequence[str]:
+        found: set[str] = set()
+        for shard, key in enumerate(self._controls):
+            _, _, _, holders = await self._ask_group(shard, "XPENDING", key, self._group)
+            found.update(name.decode() for name, _ in holders or ())
+        return sorted(found)
+
+    async def inherit(self, consumer: str) -> None:
+        """A notice that is younger than it was when we looked has gone to another heir and is left to him."""
+        for shard, key in enumerate(self._controls):
+            first = "-"
+            while pending := await self._ask_group(
+                shard, "XPENDING", key, self._group, first, "+", str(_INHERIT_AT_ONCE), consumer
+            ):
+                claims = [
+                    ("XCLAIM", key, self._group, self._consumer, str(idle_ms), identifier)
+                    for identifier, _, idle_ms, _ in pending
+                ]
+                for claimed in await self._servers[shard].ask_all(claims, accept=(_GROUP_LOST,)):
+                    if not isinstance(claimed, hiredis.ReplyError):
+                        self._add_ready(shard, [entry for entry in claimed if entry is not None])
+                first = f"({pending[-1][0].decode()}"
+        self._came.set()
 
     async def create_groups(self) -> None:
         """On every shard, from the beginning of its control stream; where it exists nothing happens."""
@@ -153,9 +180,10 @@ class RedisSubscription:
                 await self._read_shards(shards)
                 if self._ready:
                     return
-        ended = asyncio.Event()
+        self._came.clear()
         reads = [
-            asyncio.create_task(self._read_shards(shards, max(0.001, timeout_s), ended)) for shards in self._together
+            asyncio.create_task(self._read_shards(shards, max(0.001, timeout_s), self._came))
+            for shards in self._together
         ]
         try:
             await asyncio.gather(*reads)

@@ -379,6 +379,32 @@ async def test_a_renewed_notice_is_not_stale(store: JournalStore) -> None:
         assert await other.next(0.5) is None
 
 
+async def test_what_a_dead_consumer_had_comes_to_its_heir_at_once(store: JournalStore) -> None:
+    async with (
+        store.subscribe("g", "dead", 1000.0) as dead,
+        store.subscribe("g", "other", 1000.0) as other,
+        store.subscribe("g", "heir", 1000.0) as heir,
+    ):
+        await started(store, "kept")
+        assert await other.next(5.0) is not None
+        for name in "abc":
+            await started(store, name)
+        left = {await dead.next(5.0) for _ in "abc"}
+        assert await heir.holders() == ["dead", "other"]
+        waiting = asyncio.create_task(heir.next(20.0))
+        await asyncio.wait([waiting], timeout=0.05)
+        await heir.inherit("dead")
+        inherited = {await waiting, await heir.next(5.0), await heir.next(5.0)}
+        assert inherited == left
+        await other.inherit("dead")
+        assert await heir.holders() == ["heir", "other"]
+        for notice in inherited:
+            assert notice is not None
+            await heir.done(notice)
+        assert await heir.holders() == ["other"]
+        assert await other.next(0.01) is None
+
+
 async def test_next_ends_with_the_notice(store: JournalStore) -> None:
     async with store.subscribe("g", "c") as notices:
         waiting = asyncio.create_task(notices.next(20.0))
