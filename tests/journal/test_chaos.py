@@ -2,19 +2,23 @@
 
 64 streams are written through two stores, some by rivals that take each other's epochs; meanwhile connections break,
 replies are lost, servers are killed, paused, out of memory, demoted, failed over, and lose the end of their file.
-BELAYER_TEST_FAULTS is how many faults there are (1,000 take minutes), BELAYER_TEST_SEED which.
+BELAYER_TEST_FAULTS is how many faults there are (1,000 take minutes), BELAYER_TEST_SEED which. What came of them is
+added, by mode, to the JSON file that BELAYER_TEST_FAULTS_FILE names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import platform
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import structlog
@@ -34,6 +38,7 @@ from tests.waiting import until
 STREAMS = [ids.trajectory(f"t{number}") for number in range(64)]
 FAULTS = int(os.environ.get("BELAYER_TEST_FAULTS", "0"))
 SEED = int(os.environ.get("BELAYER_TEST_SEED", "1"))
+FILE = os.environ.get("BELAYER_TEST_FAULTS_FILE")
 log = structlog.get_logger("tests.chaos")
 LOSABLE_S = 2.0
 """What a crash of the server's machine may take in mode everysec."""
@@ -52,6 +57,10 @@ class Load:
         self.acknowledged: dict[StreamId, list[Acknowledged]] = {stream: [] for stream in STREAMS}
         self.appends = 0
         self.crashes: list[float] = []
+        self.worst_append_s = 0.0
+        self.worst_stall_s = 0.0
+        """The longest time in which nothing was acknowledged to anybody."""
+        self._newest = time.monotonic()
         self.stop = asyncio.Event()
         self._may_lose = may_lose
 
@@ -62,6 +71,7 @@ class Load:
                 if writer is None:
                     writer, _ = await take_over(store, stream, "w")
                 self.appends += 1
+                began = time.monotonic()
                 group = [self.appends * 10 + number for number in range(rng.randint(1, 3))]
                 last = await writer.append(*[generation(number) for number in group])
             except FencedError:
@@ -72,6 +82,8 @@ class Load:
                 writer = None
                 continue
             now = time.monotonic()
+            self.worst_append_s = max(self.worst_append_s, now - began)
+            self.worst_stall_s, self._newest = max(self.worst_stall_s, now - self._newest), now
             for sequence, number in enumerate(group, last - len(group) + 1):
                 self.acknowledged[stream].append(Acknowledged(sequence, number, now))
             if rng.random() < 0.002:
@@ -200,6 +212,7 @@ async def test_random_faults_lose_no_more_than_the_mode_says_and_double_nothing(
     tmp_path: Path, durability: str, faults: int
 ) -> None:
     rng = random.Random(SEED)
+    began = time.monotonic()
     async with scene(tmp_path, durability) as at:
         kinds = (*at.kinds, "crashed") if durability == "everysec" else at.kinds
         stores = [await open_store(url, durability=durability, timeout_s=60.0) for url in at.urls]
@@ -209,22 +222,54 @@ async def test_random_faults_lose_no_more_than_the_mode_says_and_double_nothing(
                 tasks.create_task(load.write(stores[number % 2], stream, random.Random(rng.random())))
             for stream in STREAMS[::16]:
                 tasks.create_task(load.write(stores[1], stream, random.Random(rng.random())))
-            for _ in range(FAULTS or faults):
+            planned = [rng.choice(kinds) for _ in range(FAULTS or faults)]
+            for kind in planned:
                 await load.go_on(rng.randint(20, 200))
-                await at.strike(rng.choice(kinds), load, rng)
+                await at.strike(kind, load, rng)
             await load.go_on(200)
             load.stop.set()
-        lost = 0
+        missing: list[tuple[StreamId, Acknowledged]] = []
+        doubled = 0
         for stream in STREAMS:
             events = [r for r in await stored(stores[1], stream) if isinstance(r.event, GenerationStarted)]
             found = {(recorded.sequence, recorded.event.generation) for recorded in events}
-            assert len({number for _, number in found}) == len(events)
-            missing = [event for event in load.acknowledged[stream] if (event.sequence, event.number) not in found]
-            assert all(load.may_be_lost(event) for event in missing), (stream, missing)
-            lost += len(missing)
+            doubled += len(events) - len({number for _, number in found})
+            missing += [
+                (stream, event) for event in load.acknowledged[stream] if (event.sequence, event.number) not in found
+            ]
         reported = await stores[1].losses()
-        assert not lost or any(not loss.restored for loss in reported)
-        assert load.crashes or not lost
-        log.info("chaos", durability=durability, appends=load.appends, lost=lost, losses_reported=len(reported))
+        record = {
+            "faults": dict(sorted(Counter(planned).items())),
+            "seed": SEED,
+            "appends": load.appends,
+            "events_acknowledged": sum(map(len, load.acknowledged.values())),
+            "events_lost": len(missing),
+            "events_doubled": doubled,
+            "losses_reported": len(reported),
+            "losses_stored_again": sum(loss.restored for loss in reported),
+            "worst_append_s": round(load.worst_append_s, 2),
+            "worst_stall_s": round(load.worst_stall_s, 2),
+            "seconds": round(time.monotonic() - began),
+        }
+        log.info("chaos", durability=durability, **record)
+        keep(durability, record)
+        assert not doubled
+        assert all(load.may_be_lost(event) for _, event in missing), missing
+        assert not missing or any(not loss.restored for loss in reported)
         for store in stores:
             await store.close()
+
+
+def keep(durability: str, record: dict[str, Any]) -> None:
+    """Add what came of the faults to the file that was asked for."""
+    if FILE is None:
+        return
+    path = Path(FILE)
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept["machine"] = {
+        "processors": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_after": [round(load, 2) for load in os.getloadavg()],
+    }
+    path.write_text(json.dumps(kept | {durability: record}, indent=1) + "\n")
