@@ -29,6 +29,8 @@ from belayer.errors import InputError, JournalError
 _SUPERVISOR = Path(__file__).with_name("supervise.py")
 _MAX_SOCKET_PATH_BYTES = 107
 _POLL_S = 0.005
+_ASK_AGAIN_S = 0.1
+"""A server that is writing its first append-only file (a new replica) forgets that it was asked to stop."""
 _LOADING_S = 600.0
 """How long a server may read its data, as long as it says that it does; about 10 s a GB."""
 _LOG_LINES = 3
@@ -148,11 +150,14 @@ class EmbeddedServer:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
-        if self.pid == 0 or processes.is_alive(*self._server):
-            _signal(supervisor, signal.SIGTERM)
         try:
             async with asyncio.timeout(self._timeout_s):  # wait_for may swallow a cancellation (Python 3.11)
-                await supervisor.wait()
+                while supervisor.returncode is None:
+                    if self.pid == 0 or processes.is_alive(*self._server):
+                        _signal(supervisor, signal.SIGTERM)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_ASK_AGAIN_S):
+                            await supervisor.wait()
         except TimeoutError:
             _signal(supervisor, signal.SIGKILL)
             await supervisor.wait()

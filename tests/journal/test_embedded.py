@@ -18,7 +18,8 @@ from belayer.errors import InputError
 from belayer.journal import embedded
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer, ServerStartError, shipped_server
-from tests.journal.faults import command, stored, written
+from tests.journal.faults import command, free_port, stored, written
+from tests.waiting import until
 
 OWNER = textwrap.dedent(
     """
@@ -169,3 +170,18 @@ async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 async def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="choose a folder with a shorter path"):
         await EmbeddedServer(tmp_path / ("x" * 100)).__aenter__()
+
+
+async def test_a_new_replica_that_writes_its_first_file_stops_soon(tmp_path: Path) -> None:
+    """The server then refuses to stop, and forgets that it was asked to."""
+    settings = {"repl-diskless-sync-delay": "0", "shutdown-timeout": "0"}
+    primary = EmbeddedServer(tmp_path / "p", port=free_port(), settings=settings)
+    replica = EmbeddedServer(tmp_path / "r", port=free_port(), settings=settings)
+    async with primary, replica:
+        for number in range(20):
+            await command(primary.url, "SET", f"key-{number}", "x" * 200_000)
+        await command(replica.url, "REPLICAOF", "127.0.0.1", str(primary.port))
+        await until(lambda: b"Finished with success" in replica.log.read_bytes(), what="the replica")
+        async with asyncio.timeout(10.0):
+            await replica.stop()
+    assert b"bye bye" in replica.log.read_bytes()
