@@ -46,6 +46,8 @@ class Line(msgspec.Struct):
     problems: list[str]
     """Empty: it ended as the undisturbed run."""
     wall_s: float
+    recovered_s: list[tuple[str, float]] = []
+    """Until a new incarnation was there; of a killed checkpointer, until the next checkpoint was published."""
 
 
 class Progress:
@@ -109,8 +111,9 @@ class Kept:
         """A run that was begun has ended."""
         counts = {kind.value: sum(one.kind is kind for one in report.recoveries) for kind in Kind}
         waits_s = [(one.kind.value, one.resumed_s) for one in report.recoveries if one.resumed_s is not None]
+        recovered_s = [(one.kind.value, one.recovered_s) for one in report.recoveries if one.recovered_s is not None]
         problems = [report.problem] * bool(report.problem) + [str(one) for one in report.differences]
-        line = Line(report.trajectory, number, counts, waits_s, problems, round(report.wall_s, 1))
+        line = Line(report.trajectory, number, counts, waits_s, problems, round(report.wall_s, 1), recovered_s)
         self.lines.append(line)
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
@@ -189,11 +192,12 @@ def report_of(lines: Sequence[Line], left_out: list[str], findings: list[str]) -
     by_kind = {
         kind.value: {
             "kills": sum(line.kills.get(kind.value, 0) for line in lines),
-            "median_s": round(statistics.median(found), 3) if found else None,
-            "worst_s": round(max(found), 3) if found else None,
+            **_spread("", [wait_s for line in lines for name, wait_s in line.recovery_s if name == kind.value]),
+            **_spread(
+                "recovered_", [wait_s for line in lines for name, wait_s in line.recovered_s if name == kind.value]
+            ),
         }
         for kind in Kind
-        for found in [[wait_s for line in lines for name, wait_s in line.recovery_s if name == kind.value]]
     }
     return {
         "trials": len(lines),
@@ -206,3 +210,10 @@ def report_of(lines: Sequence[Line], left_out: list[str], findings: list[str]) -
         "findings": findings,
         "problems": [f"{line.trajectory} {line.number}: {text}" for line in lines for text in line.problems],
     }
+
+
+def _spread(what: str, waits_s: list[float]) -> dict[str, float | None]:
+    """The median and the worst; null when there are none."""
+    if not waits_s:
+        return {f"{what}median_s": None, f"{what}worst_s": None}
+    return {f"{what}median_s": round(statistics.median(waits_s), 3), f"{what}worst_s": round(max(waits_s), 3)}

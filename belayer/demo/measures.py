@@ -1,8 +1,10 @@
 """How long recoveries took and what they cost, read from the journal after the run.
 
 Phases of a failure, each from the kill on: detected (FailureDetected is in the journal), recovered (a new incarnation
-is), resumed (the rollout's first event after that). Events are stamped by the process that wrote them, all on one
-machine's clock.
+is), resumed (the rollout's first event after that). Of a killed checkpointer: another has taken its sandbox over
+(detected and resumed: what it had begun is not waited for any longer, nor is anything still frozen), and the next
+checkpoint is published (recovered; the rollout does not wait for that, and a long action puts it off). Events are
+stamped by the process that wrote them, all on one machine's clock.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from belayer.journal.events import (
     ActionStarted,
     CheckpointExtended,
     CheckpointPublished,
+    EpochStarted,
     FailureDetected,
     GenerationFinished,
     GenerationResumed,
@@ -63,9 +66,9 @@ def recovery_of(
             detected_ns = _detected(worker, hit)
             recovered_ns = _first(worker, detected_ns, (WorkerReady,))
             resumed_ns = _first(trajectory, recovered_ns, (TokensAppended, GenerationFinished))
-        case Kind.PUBLISH:  # nothing is to be detected: what was begun is discarded, and another one made
-            detected_ns, recovered_ns = None, _first(sandbox, hit.time_ns, (CheckpointPublished, CheckpointExtended))
-            resumed_ns = recovered_ns
+        case Kind.PUBLISH:
+            detected_ns = resumed_ns = _taken_over(sandbox, hit)
+            recovered_ns = _first(sandbox, hit.time_ns, (CheckpointPublished, CheckpointExtended))
         case Kind.IDLE | Kind.ACTION | Kind.CHECKPOINT | Kind.RECOVERY:
             detected_ns = _detected(sandbox, hit)
             recovered_ns = _first(sandbox, detected_ns, (SandboxRestored,))
@@ -100,6 +103,19 @@ def _detected(events: Sequence[Recorded], hit: Struck) -> int | None:
             recorded.time_ns
             for recorded in events
             if isinstance(recorded.event, FailureDetected) and recorded.event.incarnation == hit.victim
+        ),
+        None,
+    )
+
+
+def _taken_over(events: Sequence[Recorded], hit: Struck) -> int | None:
+    return next(
+        (
+            recorded.time_ns
+            for recorded in events
+            if recorded.time_ns >= hit.time_ns
+            and isinstance(recorded.event, EpochStarted)
+            and recorded.event.writer != hit.victim
         ),
         None,
     )

@@ -228,8 +228,12 @@ class Striker:
         if pid_of(first) not in actors.processes:
             return None
         await actors.kill(pid_of(first))
-        await actors.start_one()
-        if self.view.sandbox.phase != "recovering" or self.view.recovered_by != first:
+
+        def settled(view: View) -> bool:
+            return view.ended or view.sandbox.phase != "recovering" or view.recovered_by != first
+
+        await asyncio.gather(actors.start_one(), self.view.until(settled, _PHASE_S))
+        if self.view.recovered_by == first:  # it had restored the sandbox before it died
             return None
         return hit._replace(where=f"{hit.where}, then {first} in the recovery")
 

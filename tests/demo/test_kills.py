@@ -36,6 +36,7 @@ def test_what_the_runs_came_to(tmp_path: Path) -> None:
     kept.keep(3, ended(Kind.IDLE, differences=(Difference("file /x", "file", "nothing"),)))
     report = report_of(kept.lines, [], [])
     assert (report["trials"], report["equal"], report["kills"]) == (2, 1, 3)
-    assert report["by_kind"]["container-idle"] == {"kills": 2, "median_s": 0.7, "worst_s": 1.2}
+    waits = {"median_s": 0.7, "worst_s": 1.2, "recovered_median_s": 0.1, "recovered_worst_s": 0.1}
+    assert report["by_kind"]["container-idle"] == {"kills": 2, **waits}
     assert report["problems"] == ["t 3: file /x: expected file, found nothing"]
     assert report_of(kept.lines, [], ["sequence"])["equal"] == 0, "a journal with findings proves nothing"

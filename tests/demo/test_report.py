@@ -8,6 +8,9 @@ from belayer.journal.codec import Recorded
 from belayer.journal.events import (
     ActionStarted,
     AnyEvent,
+    CheckpointDiscarded,
+    CheckpointPublished,
+    EpochStarted,
     FailureDetected,
     GenerationResumed,
     RecoveryStarted,
@@ -66,6 +69,18 @@ def test_phases_of_a_handover_and_of_a_restart_are_read_from_the_journal() -> No
     restart = Struck(PLANNED._replace(kind=Kind.REDIS), KILL_NS, "redis", "", KILL_NS + 250_000_000)
     assert recovery_of(restart, said, [], [])[2:] == (None, 0.25, 0.5)
     assert recovery_of(hit, said, [], [])[2:] == (None, None, None)
+
+
+def test_of_a_killed_checkpointer_only_the_takeover_is_waited_for() -> None:
+    hit = Struck(PLANNED._replace(kind=Kind.PUBLISH), KILL_NS, "actors/h-1-a", "in checkpoint c-1")
+    events = _at(
+        sandbox("t"),
+        (-0.1, EpochStarted(2, "actors/h-1-a", "")),
+        (0.01, EpochStarted(3, "actors/h-2-b", "")),
+        (0.01, CheckpointDiscarded("c-1", "its checkpointer died")),
+        (9.5, CheckpointPublished("c-2", "box-1", 3, 9, 1, 0.1, 0.2)),
+    )
+    assert recovery_of(hit, [], events, [])[2:] == (0.01, 9.5, 0.01)
 
 
 def test_the_cost_is_what_the_live_branch_does_not_have() -> None:
