@@ -24,6 +24,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from belayer.errors import JournalUnavailableError
 from belayer.ids import StreamId
 from belayer.journal.codec import Entry
+from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys
 from belayer.journal.link import LinkLostError
 from belayer.journal.replies import Again
@@ -33,7 +34,7 @@ from belayer.journal.server_checks import StillLoadingError
 from belayer.journal.writes import Append, TakeOver
 
 GROUPS = 2
-"""Groups under way at once: we encode the next one while the server works on the other."""
+"""Groups under way at once, of half the writes each: we encode one while the server works on the other."""
 GROUP_BYTES = 1 << 17
 GROUP_WRITES = 512
 WAITING_BYTES = 64 << 20
@@ -50,6 +51,8 @@ class Lane:
         self._sender = sender
         self._keys = keys
         self._timeout_s = timeout_s
+        self._parts = 1 if sender.durability is Durability.FSYNC else GROUPS
+        """What there is goes in so many groups; in one where a sync of the disk, which serves a group, takes longer."""
         self._most_waiting_bytes = waiting_bytes
         self.waiting_bytes = 0
         self._queue: deque[Append] = deque()
@@ -160,10 +163,11 @@ class Lane:
     def _next_group(self) -> list[Append]:
         """Take what waits, in order, up to the limits; nothing of a stream that has a write under way."""
         queue, under_way = self._queue, self._under_way
+        share = min(GROUP_WRITES, -(-(len(queue) + len(under_way)) // self._parts))
         group: list[Append] = []
         later: list[Append] = []
         size_bytes = 0
-        while queue and size_bytes < GROUP_BYTES and len(group) < GROUP_WRITES:
+        while queue and size_bytes < GROUP_BYTES and len(group) < share:
             write = queue.popleft()
             if write.done.done():
                 self.waiting_bytes -= write.size_bytes

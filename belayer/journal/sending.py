@@ -85,7 +85,7 @@ class Sender:
         self._route = route
         self._keys = keys
         self._shard = shard
-        self._durability = durability
+        self.durability = durability
         self._replicas = replicas
         self._is_cluster = is_cluster
         self._confirmation = Confirmation(durability, replicas, keys.mark(shard), route.shown)
@@ -167,7 +167,7 @@ class Sender:
         link: Link | None = None
         try:
             link = await opening
-            await check_server(link, self.address, self._durability, self._replicas, self._is_cluster, timeout_s)
+            await check_server(link, self.address, self.durability, self._replicas, self._is_cluster, timeout_s)
             return link
         except BaseException as error:
             if link is not None:
