@@ -13,7 +13,8 @@ Stages, each recorded as soon as it ends, whatever happens to the others:
              zombie  as early, and the dead engine goes on writing to its KV cache (benchmarks/zombie.py)
     steady   throughput of the main that is left, with nothing else on the machine
     rearm    throughput of that main while a shadow starts
-    update   new weights for that main: from tensors of another process, from disk
+    update   new weights for that main: from tensors of another process and from disk, or with --trainer-device by
+             broadcast from another device
     plain    SGLang without Belayer: cold start, throughput, and new weights if `update` was run
     cache    SGLang with its own weight cache: start
 
@@ -74,6 +75,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.handover", description=__doc__.splitlines()[0])
     parser.add_argument("--stage", default="engine,kills,steady,plain", help="some of arena," + ",".join(STAGES))
     parser.add_argument("--device", default="cuda:0", help="cuda:N or cpu")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks, on the devices from the first one on")
+    parser.add_argument(
+        "--trainer-device", default="", help="update: broadcast from this device instead, over NCCL (gloo on the CPU)"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="4b")
     parser.add_argument(
         "--load", type=Load.parse, default=Load(64, 2048), help="of the throughput runs: STREAMSxCONTEXT"

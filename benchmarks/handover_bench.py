@@ -47,10 +47,10 @@ class Bench:
         }
         self.loads = {options.load, *(kill.load for kill in options.kills)}
         self.logs = work / "logs"
-        self.socket = work / "memory.sock"
+        self.socket = work / ("memory.sock" if options.tp == 1 else "memory{rank}.sock")
         self.zombies = work / "zombies"
         self.zombies.mkdir()
-        self.memory: subprocess.Popen[bytes] | None = None
+        self.memory: list[subprocess.Popen[bytes]] = []
         self.host = self.make_host(self.socket)
         self.main: EngineProcess | None = None
         self.reference: dict[Load, list[list[int]]] = {}
@@ -94,6 +94,8 @@ class Bench:
         environment |= {"SGLANG_DISABLE_VERSION_CHECK": "1", "BELAYER_ZOMBIE_FOLDER": str(self.zombies)}
         if self.options.device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+            if self.options.tp > 1:
+                environment |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * self.options.tp), "TORCHDYNAMO_DISABLE": "1"}
         return environment
 
     def make_host(self, memory_socket: Path | None, *arguments: str) -> SglangHost:
@@ -118,23 +120,29 @@ class Bench:
         arguments = ["--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--sampling-backend"]
         arguments += ["pytorch", "--grammar-backend", "none", "--incremental-streaming-output", "--random-seed", "1"]
         arguments += ["--max-running-requests", running, "--sleep-on-idle", "--max-total-tokens", str(tokens + 20480)]
+        arguments += ["--tp-size", str(options.tp)]
         if options.device == "cpu":
             return [*arguments, "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
         arguments += ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--log-level", "info"]
+        arguments += ["--disable-custom-all-reduce"]  # it compiles kernels, or asks for what not every host allows
         return [*arguments, "--cuda-graph-max-bs", running, "--mem-fraction-static", "0.85"]
 
     def start_memory(self) -> None:
-        ready_read, ready_write = os.pipe()
-        command = [sys.executable, "-m", "belayer.gpu.memory_main", "--device", self.options.device]
-        command += ["--socket", str(self.socket), "--owner-pid", str(os.getpid()), "--ready-fd", str(ready_write)]
-        command += ["--hang-s", str(self.options.hang_s)]
+        """A memory server for each rank, on the devices from the first one on."""
+        kind, _, index = self.options.device.partition(":")
         self.logs.mkdir(exist_ok=True)
-        with (self.logs / "memory.log").open("ab") as log:
-            self.memory = subprocess.Popen(command, pass_fds=[ready_write], stdout=log, stderr=log, cwd=ROOT)
-        os.close(ready_write)
-        with os.fdopen(ready_read, "rb") as ready:
-            if ready.readline() != b"ready\n":
-                raise RuntimeError("the memory server did not start; see memory.log")
+        for rank in range(self.options.tp):
+            ready_read, ready_write = os.pipe()
+            device = f"{kind}:{int(index) + rank}" if index else kind
+            command = [sys.executable, "-m", "belayer.gpu.memory_main", "--device", device]
+            command += ["--socket", str(self.socket).replace("{rank}", str(rank)), "--owner-pid", str(os.getpid())]
+            command += ["--ready-fd", str(ready_write), "--hang-s", str(self.options.hang_s)]
+            with (self.logs / "memory.log").open("ab") as log:
+                self.memory.append(subprocess.Popen(command, pass_fds=[ready_write], stdout=log, stderr=log, cwd=ROOT))
+            os.close(ready_write)
+            with os.fdopen(ready_read, "rb") as ready:
+                if ready.readline() != b"ready\n":
+                    raise RuntimeError("the memory server did not start; see memory.log")
 
     async def shadows(self, count: int) -> list[EngineProcess | BaseException]:
         names = [f"shadow{self._engines + number}" for number in range(1, count + 1)]
@@ -163,11 +171,11 @@ class Bench:
         }
 
     async def close(self) -> None:
-        if self.memory is not None:
-            self.memory.terminate()
+        for server in self.memory:
+            server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self.memory.wait, 10)
-            self.memory = None
+                await asyncio.to_thread(server.wait, 10)
+        self.memory.clear()
 
 
 def run_command(*command: str) -> str:

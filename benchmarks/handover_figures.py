@@ -65,7 +65,7 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
     ours, theirs = stages.get("update", {}), plain.get("update", {})
     updates = {
         how: round(statistics.median(ours[how][1:]) / statistics.median(theirs[how][1:]), 4)
-        for how in ("tensor_s", "disk_s")
+        for how in ("tensor_s", "disk_s", "distributed_s")
         if how in ours and how in theirs
     }
     adopted = [kind for name, kind in by_kind.items() if not name.startswith("refill")]
@@ -82,6 +82,7 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
         "throughput_ratio": ratio,
         "weight_update_ratio": updates.get("tensor_s"),
         "weight_update_from_disk_ratio": updates.get("disk_s"),
+        "weight_update_by_broadcast_ratio": updates.get("distributed_s"),
         "rearm_throughput_ratio": stages.get("rearm", {}).get("ratio"),
         "weight_cache_start_s": stages.get("cache", {}).get("start_s"),
         "equal": all(kind["equal_streams"] == kind["equal_until_kill"] for kind in adopted) if adopted else None,

@@ -38,16 +38,17 @@ async def kills(bench: Bench, found: dict[str, Any]) -> None:
             raise RuntimeError("no shadow could be started")
         gpu = gpu_processes()
         found["waves"].append({"shadows": len(shadows), "s": round(time.monotonic() - began_s, 2), "gpu": gpu})
-        found["shadow_gpu_gb"] = _gpu_gb(gpu, await bench.host.status(), shadows)
+        found["shadow_gpu_gb"] = _gpu_gb(gpu, await bench.host.statuses(), shadows)
         found["arm"] = bench.host.facts[shadows[0].incarnation]
         bench.save()
         for shadow in shadows[: len(plan)]:
             kill = plan.pop(0)
+            rank = len(plan) % bench.options.tp
             name = f"{kill.mode.name} {kill.load}"
             try:
                 async with asyncio.timeout(_KILL_LIMIT_S):
                     await _reference(bench, kill)
-                    facts = await _kill(bench, shadow, kill, chosen, profiled=name not in by_kind)
+                    facts = await _kill(bench, shadow, kill, chosen, rank, profiled=name not in by_kind)
             except Exception as error:  # noqa: BLE001  one kill that went wrong must not lose the others
                 found["failed_kills"].append({"kind": name, "error": f"{type(error).__name__}: {error}"[-900:]})
                 bench.save()
@@ -66,8 +67,9 @@ async def _reference(bench: Bench, kill: Kill) -> None:
 
 
 async def _kill(
-    bench: Bench, shadow: EngineProcess, kill: Kill, chosen: random.Random, *, profiled: bool
+    bench: Bench, shadow: EngineProcess, kill: Kill, chosen: random.Random, rank: int, *, profiled: bool
 ) -> dict[str, Any]:
+    """`rank`: the tensor parallel rank whose scheduler is killed."""
     assert bench.main is not None
     host, tokens = bench.host, bench.options.tokens
     host.adopt, host.early = kill.mode.adopt, kill.mode.early
@@ -76,7 +78,7 @@ async def _kill(
     running = asyncio.create_task(run.run())
     await run.wait_tokens(chosen.randrange(tokens // 8, tokens // 2))
     previous, bench.main = bench.main, shadow
-    status = await host.status()
+    status = (await host.statuses())[rank]
     scheduler = next(engine.pid for engine in status.engines if engine.holds_arena)
     seen: dict[str, float] = {}
     dying, dead = asyncio.Event(), asyncio.Event()
@@ -106,6 +108,7 @@ async def _kill(
     await host.kill(previous)
     waits = sorted(stream.resumed_s[0] - killed_s for stream in run.streams if stream.resumed_s)
     facts = {
+        "rank": rank,
         "waits_s": [round(wait, 4) for wait in waits],
         "dying_s": round(seen["dying"] - killed_s, 4),
         "dead_s": round(seen["dead"] - killed_s, 4),
@@ -159,9 +162,10 @@ class _Profile:
         return json.loads(said)
 
 
-def _gpu_gb(processes: list[str], status: wire.Status, shadows: list[EngineProcess]) -> float | None:
-    """GPU memory of a shadow, context included: the median over these."""
+def _gpu_gb(processes: list[str], statuses: list[wire.Status], shadows: list[EngineProcess]) -> float | None:
+    """GPU memory of a shadow on each of its GPUs, context included: the median over these."""
     names = {shadow.incarnation for shadow in shadows}
-    pids = {str(engine.pid) for engine in status.engines if engine.incarnation in names}
+    engines = [engine for status in statuses for engine in status.engines]
+    pids = {str(engine.pid) for engine in engines if engine.incarnation in names}
     used = [float(line.split(",")[1].split()[0]) for line in processes[1:] if line.split(",")[0] in pids]
     return round(statistics.median(used) * (1 << 20) / 1e9, 3) if used else None

@@ -86,12 +86,12 @@ async def update(bench: Bench, found: dict[str, Any]) -> None:
 
 
 async def _give_weights(bench: Bench, engine: EngineProcess) -> dict[str, Any]:
-    """Seconds that updates take, from another process: in buckets of tensors by handle, and from a folder."""
+    """Seconds that updates take, from another process: tensors by handle in buckets and a folder, or a broadcast."""
     options, folder = bench.options, bench.work / "update"
 
     async def trainer(*arguments: str) -> list[float]:
         command = [sys.executable, "-m", "benchmarks.weight_sender", engine.address, "--shape", options.shape]
-        command += ["--device", options.device, "--folder", str(folder), *arguments]
+        command += ["--device", options.device, "--folder", str(folder), "--ranks", str(options.tp), *arguments]
         process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
         try:
             said, _ = await process.communicate()
@@ -100,6 +100,9 @@ async def _give_weights(bench: Bench, engine: EngineProcess) -> dict[str, Any]:
             raise
         return json.loads(said)["took_s"]
 
+    if options.trainer_device:
+        broadcast = ("--how", "distributed", "--device", options.trainer_device, "--repeat", "6", "--version", "13")
+        return {"distributed_s": await trainer(*broadcast)}
     found: dict[str, Any] = {}
     found["tensor_s"] = await trainer("--how", "tensor", "--repeat", "6")
     if not folder.exists():

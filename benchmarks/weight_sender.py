@@ -14,6 +14,7 @@ an error with its answer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import socket
@@ -78,7 +79,9 @@ def send_tensors(options: argparse.Namespace, weights: list[tuple[str, Any]]) ->
         bucket = FlattenedTensorBucket(named_tensors=part)
         shared = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
         body = {
-            "serialized_named_tensors": [MultiprocessingSerializer.serialize(shared, output_str=True)],
+            "serialized_named_tensors": [
+                MultiprocessingSerializer.serialize(shared, output_str=True) for _ in range(options.ranks)
+            ],
             "load_format": "flattened_bucket",
             "flush_cache": number == len(parts) - 1,
             "weight_version": str(options.version),
@@ -87,21 +90,33 @@ def send_tensors(options: argparse.Namespace, weights: list[tuple[str, Any]]) ->
     return len(parts)
 
 
-def broadcast(options: argparse.Namespace, weights: list[tuple[str, Any]]) -> int:
-    """As a trainer on other devices does: a process group with the engine, and a broadcast of each tensor."""
+@contextlib.contextmanager
+def joined(options: argparse.Namespace) -> Iterator[Any]:
+    """A process group of this process, rank 0, and the engine's ranks. NCCL wants a device for each of them."""
     import torch
     from sglang.srt.utils import init_custom_process_group
 
     backend = "gloo" if options.device == "cpu" else "nccl"
+    if backend == "nccl":
+        torch.cuda.set_device(options.device)
+    size = 1 + options.ranks
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    group_of = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    group_of = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size}
     joining = _beside(options.url, "init_weights_update_group", group_of | {"group_name": _GROUP, "backend": backend})
     group = init_custom_process_group(
-        backend=backend, init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name=_GROUP
+        backend=backend, init_method=f"tcp://127.0.0.1:{port}", world_size=size, rank=0, group_name=_GROUP
     )
     joining.join()
+    yield group
+    post(options.url, "destroy_weights_update_group", {"group_name": _GROUP})
+
+
+def broadcast(options: argparse.Namespace, weights: list[tuple[str, Any]], group: Any) -> int:
+    """As a trainer on other devices does: a broadcast of each tensor in a process group with the engine."""
+    import torch
+
     parts = list(buckets(weights, options.bucket_mb << 20))
     for number, part in enumerate(parts):
         body = {
@@ -116,7 +131,6 @@ def broadcast(options: argparse.Namespace, weights: list[tuple[str, Any]]) -> in
         for _, tensor in part:
             torch.distributed.broadcast(tensor, src=0, group=group)
         updating.join()
-    post(options.url, "destroy_weights_update_group", {"group_name": _GROUP})
     return len(parts)
 
 
@@ -131,6 +145,11 @@ def act(options: argparse.Namespace) -> dict[str, Any]:
     weights: list[tuple[str, Any]] = []
     if options.how != "disk":
         weights = list(checkpoint_weights(options.shape, options.seed, options.device).items())
+    with joined(options) if options.how == "distributed" else contextlib.nullcontext() as group:
+        return _repeat(options, weights, group)
+
+
+def _repeat(options: argparse.Namespace, weights: list[tuple[str, Any]], group: Any) -> dict[str, Any]:
     took_s: list[float] = []
     parts = 1
     for _ in range(options.repeat):
@@ -146,7 +165,7 @@ def act(options: argparse.Namespace) -> dict[str, Any]:
             case "tensor":
                 parts = send_tensors(options, weights)
             case _:
-                parts = broadcast(options, weights)
+                parts = broadcast(options, weights, group)
         took_s.append(round(time.monotonic() - began_s, 4))
         options.version += 1
     return {"how": options.how, "took_s": took_s, "buckets": parts}
@@ -156,7 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.weight_sender")
     parser.add_argument("url")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="where this process has the weights")
+    parser.add_argument("--ranks", type=int, default=1, help="the engine's tensor parallel ranks")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--how", choices=("save", "disk", "tensor", "distributed"), required=True)
     parser.add_argument("--version", type=int, default=1)

@@ -76,9 +76,7 @@ class ArenaDesk:
             self.region = wire.Region(request.spec, size_bytes)
         must_be_same("KV arena", self.region, request.spec, size_bytes)
         if peer.role != "shadow":
-            for other in (self.holder, self._dying, self._promotion.shadow if self._promotion else None):
-                if other is not None:
-                    raise LeaseHeldError(other.incarnation, other.pid, self.epoch)
+            self.need_nobody()
         if peer.books is None:
             peer.books = Books(self._owner, request)
         if peer.role == "shadow":
@@ -88,6 +86,12 @@ class ArenaDesk:
         last = self._old_books
         fds = (*peer.books.to_write(), self._kv_fd(writable=True), *(last.to_read() if last else ()))
         peer.answer(wire.ArenaLent(self.epoch, last.epoch if last else 0), fds)
+
+    def need_nobody(self) -> None:
+        """LeaseHeldError while somebody holds the lease, is about to, or is not dead yet after holding it."""
+        for other in (self.holder, self._dying, self._promotion.shadow if self._promotion else None):
+            if other is not None:
+                raise LeaseHeldError(other.incarnation, other.pid, self.epoch)
 
     def need_lease(self, peer: Peer) -> None:
         """LeaseLostError when the peer is not the holder."""

@@ -18,9 +18,10 @@ from typing import Any
 from belayer.gpu.arena import device_index
 from belayer.gpu.errors import ArenaError, DeviceCallError
 
-BENIGN_XIDS = frozenset({13, 31, 43, 45})
+BENIGN_XIDS = frozenset({13, 31, 43, 45, 137})
 """XIDs that say a program failed, not the device (NVIDIA, "XID errors": 13 and 31 illegal access of a program, 43
-stopped processing, 45 cleanup after a process was killed). A kill of ours causes some of these."""
+stopped processing, 45 cleanup after a process was killed, 137 a fault on another GPU's memory over NVLink, which a rank
+meets when its peer is killed). A kill of ours causes some of these."""
 
 _EVENT_WAIT_MS = 1000
 _SILENCE_S = 10.0

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from belayer.gpu import wire
@@ -37,6 +37,12 @@ class MemoryProcess:
     options: Sequence[str] = ()
     """More of `belayer.gpu.memory_main`'s."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def of_rank(self, rank: int) -> MemoryProcess:
+        """That of a tensor parallel rank: its own socket (`{rank}` in the path), the rank-th device from here on."""
+        kind, _, index = self.device.partition(":")
+        device = f"{kind}:{int(index or 0) + rank}" if kind == "cuda" else self.device
+        return replace(self, device=device, socket=Path(str(self.socket).replace("{rank}", str(rank))))
 
     async def ensure(self, timeout_s: float = 60.0) -> bool:
         """Start the server unless one answers; whether one was started. ArenaError when it does not come up."""

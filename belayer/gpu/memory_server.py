@@ -162,6 +162,8 @@ class MemoryServer:
                 peer.answer(wire.Registered(self._weights.state, self._arena.region))
             case wire.OpenWeights():
                 self._refuse_when_unhealthy()
+                if request.anew:
+                    self._arena.need_nobody()
                 self._weights.open(peer, request)
             case wire.BeginWeights():
                 self._arena.need_lease(peer)

@@ -25,8 +25,8 @@ from belayer.errors import EngineFailedError, UnguardedMainError
 from belayer.gpu import wire
 from belayer.gpu.errors import ArenaError, DeviceUnhealthyError, MemoryServerGoneError
 from belayer.gpu.http_engine import RESUME_KEY, HttpEngine
-from belayer.gpu.memory_client import MemoryClient
-from belayer.gpu.memory_process import MemoryProcess, ask_status
+from belayer.gpu.memory_process import MemoryProcess
+from belayer.gpu.memory_ranks import MemoryRanks, tensor_parallel_size
 from belayer.gpu.protocol import EngineFailure, EngineProcess, Handover
 from belayer.processes import host_name, is_alive, kill, start_ticks, wait_exit
 
@@ -42,7 +42,8 @@ _IDLE_LOOKS = 3
 class SglangHost:
     """`python`: the interpreter that has SGLang. `arguments`: SGLang's own, the same for main and shadow.
 
-    `memory`: how to start the memory server; without it someone else sees to that one at `memory_socket`.
+    `memory`: how to start the memory server; without it someone else sees to that one at `memory_socket`. With tensor
+    parallelism there is one for each rank, with `{rank}` in the socket's path, on the devices from the first one on.
     `adopt`: take the dead engine's KV cache over. `early`: before its process is gone (see ArenaDesk).
     """
 
@@ -67,6 +68,8 @@ class SglangHost:
         self._memory_socket = memory.socket if memory is not None else memory_socket
         self._memory = memory
         self._arguments = list(arguments)
+        self._size = tensor_parallel_size(arguments)
+        self._servers = None if self._memory_socket is None else MemoryRanks(self._memory_socket, self._size)
         self._folder = folder
         self._owner_pid = owner_pid
         self._python = python
@@ -96,8 +99,8 @@ class SglangHost:
                 engine = EngineProcess(incarnation, host_name(), process.pid, ticks, str(json.loads(said)["address"]))
                 await _accepts_connections(engine)
                 await self._warm(engine)
-                if self._memory_socket is not None:
-                    answer = await asyncio.to_thread(self._ask, wire.Arm(incarnation), self._start_timeout_s)
+                if self._servers is not None:
+                    answer = await self._servers.ask(wire.Arm(incarnation), self._start_timeout_s)
                     self.facts[incarnation] = answer.facts
         except (TimeoutError, ValueError, KeyError, ArenaError, aiohttp.ClientError) as error:
             await kill(process.pid, ticks)
@@ -118,28 +121,31 @@ class SglangHost:
         if role == "main":
             if self._memory is not None:
                 try:
-                    await self._memory.ensure()
+                    await asyncio.gather(*(self._memory.of_rank(rank).ensure() for rank in range(self._size)))
                 except ArenaError as error:
                     raise EngineFailedError(incarnation, f"did not start: {error}") from error
             return
         try:
-            holder = (await self.status()).holder
+            holders = {status.holder for status in await self.statuses()}
         except MemoryServerGoneError as error:
             raise UnguardedMainError(incarnation, f"cannot stand by: {error}") from error
-        if not holder:
+        if "" in holders or len(holders) > 1:
             raise UnguardedMainError(incarnation, f"cannot stand by: no main holds {self._memory_socket}'s memory")
 
     async def promote(self, shadow: EngineProcess, old: EngineProcess | None = None) -> Handover:
         """Make the shadow the main: it serves on return. The memory server kills the old main if it is not dead.
 
-        May be repeated.
+        May be repeated. With several ranks a shadow that cannot be promoted is killed: some of it may hold memory.
         """
+        assert self._servers is not None
         request = wire.Promote(shadow.incarnation, True, self.adopt, self.early, self._promote_timeout_s)
         try:
-            answer = await asyncio.to_thread(self._ask, request, self._promote_timeout_s + 5.0)
-        except DeviceUnhealthyError:
-            raise
+            answer = await self._servers.ask(request, self._promote_timeout_s + 5.0)
         except ArenaError as error:
+            if self._size > 1:
+                await self.kill(shadow)
+            if isinstance(error, DeviceUnhealthyError):
+                raise
             raise EngineFailedError(shadow.incarnation, f"cannot be promoted: {error}") from error
         self.facts[shadow.incarnation] = facts = answer.facts
         phases_s = {phase: facts[name] for phase, name in _PHASES.items() if name in facts}
@@ -167,7 +173,7 @@ class SglangHost:
 
     async def _told_of(self, incarnation: str) -> EngineFailure | None:
         """What the memory server says of the engine's failure; None when there is no such server, or no more."""
-        if self._memory_socket is None:
+        if self._servers is None:
             return None
         try:
             async with contextlib.aclosing(self.events()) as events:
@@ -207,33 +213,19 @@ class SglangHost:
         """A client for that incarnation; close it."""
         return HttpEngine(engine, silence_s=self._silence_s)
 
-    async def events(self) -> AsyncGenerator[wire.EngineEvent]:
-        """What happens to this device's engines, as the memory server sees it. Close the iterator to stop."""
-        assert self._memory_socket is not None
-        client, _ = await asyncio.to_thread(MemoryClient.connect, self._memory_socket, "host", "control")
-        with client:
-            await asyncio.to_thread(client.ask, wire.Watch(), wire.Facts)
-            loop = asyncio.get_running_loop()
-            arrived = asyncio.Event()
-            loop.add_reader(client.fileno(), arrived.set)
-            try:
-                while True:
-                    while (event := client.event()) is not None:
-                        yield event
-                    arrived.clear()
-                    await arrived.wait()
-            finally:
-                loop.remove_reader(client.fileno())
+    def events(self) -> AsyncGenerator[wire.EngineEvent]:
+        """What happens to the engines, as the memory servers see it. Close the iterator to stop."""
+        assert self._servers is not None
+        return self._servers.events()
 
     async def status(self) -> wire.Status:
-        """The memory server's state."""
-        assert self._memory_socket is not None
-        return await asyncio.to_thread(ask_status, self._memory_socket)
+        """The memory server's state; rank 0's."""
+        return (await self.statuses())[0]
 
-    def _ask(self, request: wire.Request, timeout_s: float) -> wire.Facts:
-        assert self._memory_socket is not None
-        with MemoryClient.connect(self._memory_socket, "host", "control")[0] as client:
-            return client.ask(request, wire.Facts, timeout_s)[0]
+    async def statuses(self) -> list[wire.Status]:
+        """That of each rank's."""
+        assert self._servers is not None
+        return await self._servers.status()
 
     def _spawn(self, incarnation: str, role: str, log: Path) -> tuple[subprocess.Popen[bytes], int]:
         ready_read, ready_write = os.pipe()

@@ -34,7 +34,7 @@ class WeightsDesk:
             self._memory = self._owner.create(request.size_bytes)
             self._region = wire.Region(request.spec, request.size_bytes)
         must_be_same("weights", self._region, request.spec, request.size_bytes)
-        if self.state.state != "ready":
+        if self.state.state != "ready" or request.anew:
             self.state = wire.Weights("writing", 0, peer.incarnation)
             self.writer = peer
         self._lend(peer)

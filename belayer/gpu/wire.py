@@ -50,10 +50,14 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenWeights(msgspec.Struct, frozen=True, tag=True):
-    """Wait for the weights region: to read it when it is there, to write it when it is not, or is torn."""
+    """Wait for the weights region: to read it when it is there, to write it when it is not, or is torn.
+
+    `anew`: from a main, to write it also when it is there, because another rank's is not, or is of another version.
+    """
 
     spec: Spec
     size_bytes: int
+    anew: bool = False
 
 
 class BeginWeights(msgspec.Struct, frozen=True, tag=True):

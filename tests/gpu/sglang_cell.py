@@ -73,12 +73,13 @@ class Cell:
     undisturbed: list[list[int]] = field(default_factory=list)
 
 
-async def cell(folder: Path) -> AsyncIterator[Cell]:
+async def cell(folder: Path, ranks: int = 1) -> AsyncIterator[Cell]:
     """The fixture's body: everything started, with two shadows, and what the prompts give undisturbed."""
-    memory = start_memory(folder / "memory.sock")
+    sockets = [folder / "memory.sock"] if ranks == 1 else [folder / f"memory{rank}.sock" for rank in range(ranks)]
+    servers = [start_memory(socket) for socket in sockets]
     host = SglangHost(
-        folder / "memory.sock",
-        ["--model-path", str(write_model(folder / "model", "tiny")), *ARGUMENTS.split()],
+        sockets[0] if ranks == 1 else folder / "memory{rank}.sock",
+        ["--model-path", str(write_model(folder / "model", "tiny")), *ARGUMENTS.split(), "--tp-size", str(ranks)],
         folder / "logs",
         owner_pid=os.getpid(),
         python=PYTHON,
@@ -86,6 +87,8 @@ async def cell(folder: Path) -> AsyncIterator[Cell]:
         | {
             "PYTHONPATH": os.pathsep.join([str(write_plugins(folder / "plugins")), str(ROOT)]),
             "BELAYER_ZOMBIE_FOLDER": str(folder),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks) if ranks > 1 else "all",
+            "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles one small function with more than one rank, for half a minute
         },
     )
     main = await host.start("main", "main")
@@ -95,8 +98,9 @@ async def cell(folder: Path) -> AsyncIterator[Cell]:
     yield made
     for engine in (made.main, *made.shadows):
         await host.kill(engine)
-    memory.terminate()
-    memory.wait(30)
+    for memory in servers:
+        memory.terminate()
+        memory.wait(30)
 
 
 async def ask(
@@ -116,15 +120,17 @@ async def ask(
     return tokens
 
 
-async def run_through_a_failure(cell: Cell, tag: str, strike: signal.Signals) -> tuple[list[list[int]], list[str]]:
-    """Strike the main's scheduler when every stream has some tokens; resume all of them on the next shadow."""
+async def run_through_a_failure(
+    cell: Cell, tag: str, strike: signal.Signals, rank: int = 0
+) -> tuple[list[list[int]], list[str]]:
+    """Strike one of the main's schedulers when every stream has some tokens; resume all of them on the next shadow."""
     events = cell.host.events()
     parts: list[list[int]] = [[] for _ in PROMPTS]
     streams = [asyncio.create_task(ask(cell, f"{tag}{n}", prompt, parts[n])) for n, prompt in enumerate(PROMPTS)]
     first_event = asyncio.ensure_future(anext(events))
     while not all(len(part) > 20 for part in parts):
         await asyncio.wait(streams, timeout=0.01)
-    status = await cell.host.status()
+    status = (await cell.host.statuses())[rank]
     os.kill(next(engine.pid for engine in status.engines if engine.holds_arena), strike)
     kinds = [(await asyncio.wait_for(first_event, 30)).kind]
     while kinds[-1] != "dying":

@@ -20,6 +20,7 @@ _SLOT_TABLE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 _KV_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
 _SIZES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -63,6 +64,7 @@ def _register() -> None:
     place(f"{_SIZES}._profile_available_bytes", cache.available_bytes, HookType.AROUND)
     place(f"{_SIZES}._apply_token_constraints", cache.token_capacity, HookType.AROUND)
     place(f"{_SCHEDULER}.run_event_loop", engine.loop_starts, HookType.BEFORE)
+    place(f"{_RECEIVER}._pull_raw_reqs", engine.requests_are_pulled, HookType.AROUND)
     place(f"{_SCHEDULER}.process_input_requests", engine.loop_turns, HookType.BEFORE)
     place(f"{_SCHEDULER}._get_new_batch_prefill_raw", engine.prefill_is_chosen, HookType.AROUND)
     place(f"{_SCHEDULER}.run_batch", engine.step_begins, HookType.BEFORE)

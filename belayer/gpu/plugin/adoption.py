@@ -3,8 +3,9 @@
 Source of the rule: a token that was sampled proves that the KV of every token before it was complete, because the
 forward pass that sampled it read that KV. Everything else is free, and is computed again.
 
-Invariant: afterwards every slot is either in the tree, once, or free. When the ledger and the slot table contradict
-each other (a slot out of range or claimed twice) nothing is adopted at all.
+Invariant: afterwards every slot is either in the tree, once, or free, and the same ones are on every rank. When the
+ledger and the slot table contradict each other (a slot out of range or claimed twice), or ranks do, nothing is adopted
+at all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from belayer.gpu.ledger import Entry
+from belayer.gpu.plugin.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +35,26 @@ class Adopted:
 
 
 def adopt(
-    tree: Any, allocator: Any, slot_table: torch.Tensor, entries: Sequence[Entry], never: torch.Tensor
+    tree: Any,
+    allocator: Any,
+    slot_table: torch.Tensor,
+    entries: Sequence[Entry],
+    never: torch.Tensor,
+    ranks: Ranks,
 ) -> Adopted:
     """Fill an empty tree and allocator. `slot_table`: rows x width, int32. `never`: slots that no request can have."""
+    adopted = _fill(tree, allocator, slot_table, entries, never)
+    if ranks.size > 1 and len(set(ranks.all_say((adopted.tokens, int(allocator.free_pages.sum()))))) > 1:
+        _log.error("belayer: the ranks do not have the same slots; nothing is adopted")
+        tree.reset()
+        allocator.clear()
+        return Adopted(0, 0)
+    return adopted
+
+
+def _fill(
+    tree: Any, allocator: Any, slot_table: torch.Tensor, entries: Sequence[Entry], never: torch.Tensor
+) -> Adopted:
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey

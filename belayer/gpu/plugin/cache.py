@@ -50,12 +50,12 @@ class Cache:
 
     def available_bytes(self, original: Callable[..., int], *arguments: Any, **named: Any) -> int:
         """Around the measurement of free memory: what the server has already is not to be measured again."""
-        return original(*arguments, **named) if self._link.arena is None else _ANY_BYTES
+        return original(*arguments, **named) if self._link.tokens is None else _ANY_BYTES
 
     def token_capacity(self, original: Callable[..., int], configurator: Any, token_capacity: int) -> int:
         """Around SGLang's choice of the KV cache's size: the server's, when it has one."""
-        arena = self._link.arena
-        return original(configurator, token_capacity) if arena is None else int(arena.spec["tokens"])
+        tokens = self._link.tokens
+        return original(configurator, token_capacity) if tokens is None else tokens
 
     def slot_table_made(self, result: None, pool: Any, *_: Any, **__: Any) -> None:
         """After ReqToTokenPool's constructor: its table moves into the arena when the KV buffers are made."""

@@ -3,7 +3,7 @@
 A shadow serves its warm-up requests on scratch. Armed, it holds every request that comes, in order, until it is
 granted the lease; then it adopts what the last holder proved and lets the requests in. They run once it may write,
 which may be later. All of it happens in the scheduler's own thread, between two turns of its loop: nothing else
-touches its tree or its allocator.
+touches its tree or its allocator. Tensor parallel ranks all do it in the same turn (belayer/gpu/plugin/ranks.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 # pyright: reportMissingImports=false
 import logging
 import os
-import select
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
+from zlib import crc32
 
 from belayer.gpu import wire
 from belayer.gpu.http_engine import WEIGHT_VERSIONS_KEY
@@ -26,6 +28,8 @@ from belayer.gpu.plugin.adoption import Adopted, adopt
 from belayer.gpu.plugin.cache import Cache
 from belayer.gpu.plugin.known import refuse_unknown
 from belayer.gpu.plugin.link import Link
+from belayer.gpu.plugin.orders import Orders
+from belayer.gpu.plugin.ranks import Claim, Lead, agree
 from belayer.gpu.plugin.rehearsal import rehearse
 from belayer.gpu.plugin.resume import Resumption
 from belayer.gpu.plugin.slots import Slots
@@ -34,9 +38,19 @@ from belayer.gpu.plugin.weights import Weights
 _log = logging.getLogger("belayer")
 _STEPS_WITHOUT_RELEASE = 16
 """A new main takes over early only if its predecessor's reserve lasts for so many tokens of each request."""
-_RELEASE_TIMEOUT_S = 30.0
 _GATHER_S, _QUIET_S = 0.06, 0.005
 """After a handover the first batch waits so long for all resuming requests, or until so long none has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a rank finds at a handover."""
+
+    weight_version: int
+    quarantined: bool
+    writable: bool
+    reserve: int
+    claims: list[Claim]
 
 
 class Engine:
@@ -46,6 +60,8 @@ class Engine:
         self._link = link
         self._weights = weights
         self._cache = cache
+        self._orders = Orders(link, cache.follow)
+        self._scheduler: Any = None
         self._phase: Literal["starting", "warming", "armed", "waiting", "serving"] = "starting"
         self._ledger: Ledger | None = None
         self._slots: Slots | None = None
@@ -55,7 +71,8 @@ class Engine:
         """Launched and not processed: their tokens, and the version of the weights that they run with."""
         self._step_version = 0
         self._held: list[Any] = []
-        self._arm_with: int | None = None
+        self._release_is_due = False
+        """Our memory server has yet to say that the last holder on this device is dead."""
         self._adopted_s = 0.0
         self._facts: dict[str, float] = {}
         self._served_s = 0.0
@@ -68,9 +85,10 @@ class Engine:
         """Before Scheduler.run_event_loop: everything is built, nothing has been served."""
         refuse_unknown(scheduler.server_args)
         collapse()
+        self._scheduler = scheduler
         self._slots = Slots(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
         if self._cache.epoch:
-            self._facts = self._take_over(scheduler, adopting=True, quarantined=False)
+            self._facts, _ = self._take_over(scheduler, adopting=True, quarantined=False, writable=True)
             self._serve()
         else:
             self._phase = "warming"
@@ -79,48 +97,63 @@ class Engine:
 
             scheduler.idle_sleeper.poller.register(self._link.client.fileno(), zmq.POLLIN)
 
+    def requests_are_pulled(self, original: Callable[..., Any], receiver: Any) -> Any:
+        """Around the reception of requests, of which only rank 0 has any; it adds what all ranks are to do."""
+        requests = original(receiver)
+        if requests is not None and self._phase != "starting" and (what := self._is_due()):
+            requests.append(Lead(what))
+        return requests
+
+    def _is_due(self) -> Literal["arm", "granted", "released", "gathered"] | None:
+        assert self._slots is not None
+        orders, serving = self._orders, self._phase == "serving"
+        if serving and not self._slots.quarantined:
+            return "gathered" if self._gathering and self._has_gathered() else None
+        orders.look()
+        if self._phase == "warming":
+            return "arm" if orders.has(wire.ArmNow) and self._scheduler.is_fully_idle() else None
+        if self._phase == "armed":
+            return "granted" if orders.has(wire.Granted) else None
+        if orders.has(wire.Released) or not self._release_is_due:
+            return "released"
+        return "gathered" if serving and self._gathering and self._has_gathered() else None
+
     def loop_turns(self, scheduler: Any, recv_reqs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before Scheduler.process_input_requests, which every turn of the loop calls."""
-        if self._phase in ("waiting", "serving"):
-            assert self._ledger is not None and self._slots is not None
-            self._ledger.beat()
-            if self._phase == "waiting" or self._slots.quarantined:
-                self._follow_orders(scheduler)
-            return (scheduler, self._resumption.completed(scheduler, recv_reqs)), {}
         if self._phase == "starting":
             return None
-        self._follow_orders(scheduler)
-        if self._phase == "warming":
-            return (scheduler, self._resumption.completed(scheduler, recv_reqs)), {}
-        self._held += recv_reqs
+        if self._ledger is not None:
+            self._ledger.beat()
         if self._phase == "armed":
+            self._orders.look()
+        requests = [request for request in recv_reqs if not isinstance(request, Lead)]
+        for lead in recv_reqs if len(requests) < len(recv_reqs) else ():
+            if isinstance(lead, Lead):
+                self._do(scheduler, lead)
+        if self._phase == "armed":
+            self._held += requests
             return (scheduler, []), {}
-        released, self._held = self._held, []
-        return (scheduler, self._resumption.completed(scheduler, released)), {}
+        if self._held:
+            requests, self._held = self._held + requests, []
+        return (scheduler, self._resumption.completed(scheduler, requests)), {}
 
-    def _follow_orders(self, scheduler: Any) -> None:
-        received = self._link.client.order()
-        if received is not None:
-            order, fds = received
-            match order:
-                case wire.ArmNow():
-                    self._arm_with = fds[0]
-                case wire.Follow():
-                    self._cache.follow(fds)
-                case wire.Granted():
-                    self._handover(scheduler, order, fds)
-                case wire.Released():
-                    self._released(order, fds)
-        if self._arm_with is not None and self._phase == "warming" and scheduler.is_fully_idle():
-            kv_fd, self._arm_with = self._arm_with, None
-            self._arm(scheduler, kv_fd)
+    def _do(self, scheduler: Any, lead: Lead) -> None:
+        match lead.what:
+            case "arm":
+                self._arm(scheduler, self._orders.take(wire.ArmNow)[1][0])
+            case "granted":
+                self._handover(scheduler, *self._orders.take(wire.Granted))
+            case "released":
+                self._released()
+            case "gathered":
+                self._gathering = False
 
     def _arm(self, scheduler: Any, kv_fd: int) -> None:
         began_s = time.monotonic()
         scheduler.flush_cache()
         assert self._slots is not None
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-        rehearse(self._slots, tree, allocator, scheduler.req_to_token_pool.req_to_token)
+        rehearse(self._slots, tree, allocator, scheduler.req_to_token_pool.req_to_token, self._link.ranks)
         scheduler.flush_cache()
         self._cache.drop_scratch(kv_fd)
         in_huge_pages = collapse()
@@ -141,21 +174,32 @@ class Engine:
         if granted.writable:
             cache.may_write(fds[0])
         mapped_s = time.monotonic()
-        self._facts = self._take_over(scheduler, adopting=granted.adopt, quarantined=granted.quarantined)
+        self._facts, may_write = self._take_over(
+            scheduler, adopting=granted.adopt, quarantined=granted.quarantined, writable=granted.writable
+        )
         self._adopted_s = time.monotonic()
         self._facts |= {"map_s": mapped_s - began_s, "adopt_s": self._adopted_s - mapped_s}
-        if granted.writable:
+        if may_write:
             self._serve()
 
-    def _released(self, released: wire.Released, fds: list[int]) -> None:
-        """The last holder is dead."""
+    def _released(self) -> None:
+        """The last holder is dead, on every rank."""
+        self._await_release()
+        if self._phase == "waiting":
+            self._serve()
+        else:
+            self._end_quarantine()
+
+    def _await_release(self) -> None:
+        """Wait until the last holder on this device is dead, and map the KV for writing if it is not yet."""
+        if not self._release_is_due:
+            return
+        released, fds = self._orders.take(wire.Released)
+        self._release_is_due = False
         if released.writable:
             began_s = time.monotonic()
             self._cache.may_write(fds[0])
             self._facts |= {"wait_s": began_s - self._adopted_s, "unlock_s": time.monotonic() - began_s}
-            self._serve()
-        else:
-            self._end_quarantine()
 
     def _serve(self) -> None:
         self._phase = "serving"
@@ -163,41 +207,55 @@ class Engine:
         self._link.client.tell(wire.Serving(self._facts))
         _log.info("belayer: main under epoch %d, %s", self._cache.epoch, self._facts)
 
-    def _take_over(self, scheduler: Any, *, adopting: bool, quarantined: bool) -> dict[str, float]:
-        """Adopt what the last holder proved, and write the ledger under our own epoch. Writes no KV."""
+    def _take_over(
+        self, scheduler: Any, *, adopting: bool, quarantined: bool, writable: bool
+    ) -> tuple[dict[str, float], bool]:
+        """Adopt what the last holder proved, and write the ledger under our own epoch. Writes no KV.
+
+        Also returns whether all ranks may write.
+        """
         import torch
 
         cache, tree, allocator = self._cache, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         assert cache.ledger is not None and self._slots is not None
-        adopting = adopting and scheduler.ps.tp_size == 1
-        slots = self._slots
-        adopted = Adopted(0, 0)
-        facts: dict[str, float] = {}
+        slots, ranks = self._slots, self._link.ranks
+        began_s = time.monotonic()
         entries: list[Entry] = []
+        reserved, table = array("q"), scheduler.req_to_token_pool.req_to_token
         if (last_holder := cache.last_holder()) is not None:
             last, table = last_holder
-            began_s = time.monotonic()
             entries = list(last.proven(cache.last_epoch)) if adopting else []
-            facts["read_s"] = time.monotonic() - began_s
             reserved = last.reserved(cache.last_epoch)
-            if quarantined and len(reserved) < _STEPS_WITHOUT_RELEASE * max(1, len(entries)):
-                self._receive_release()
-                quarantined = False
-            reserve = torch.frombuffer(reserved, dtype=torch.int64) if reserved else torch.empty(0, dtype=torch.int64)
-            reserve = reserve.to(table.device)
-            if entries:
-                adopted = adopt(tree, allocator, table, entries, reserve)
-            facts["tree_s"] = time.monotonic() - began_s - facts["read_s"]
-            if quarantined:
-                slots.quarantine(reserve)
+        read_s = time.monotonic()
+        claims = [Claim.of(entry) for entry in entries] if ranks.size > 1 else []
+        said = ranks.all_say(_Found(self._weights.version, quarantined, writable, crc32(reserved.tobytes()), claims))
+        if len(versions := {one.weight_version for one in said}) > 1:
+            _log.error("belayer: the ranks have weights of versions %s: this engine ends", sorted(versions))
+            os._exit(4)
+        if len({one.reserve for one in said}) > 1:
+            reserved = array("q")
+        entries = agree([one.claims for one in said], entries)
+        self._release_is_due = quarantined or not writable
+        quarantined, may_write = any(one.quarantined for one in said), all(one.writable for one in said)
+        agreed_s = time.monotonic()
+        if quarantined and len(reserved) < _STEPS_WITHOUT_RELEASE * max(1, len(entries)):
+            self._await_release()
+            quarantined = False
+        reserve = torch.frombuffer(reserved, dtype=torch.int64) if reserved else torch.empty(0, dtype=torch.int64)
+        reserve = reserve.to(table.device)
+        adopted = adopt(tree, allocator, table, entries, reserve, ranks) if entries else Adopted(0, 0)
+        if quarantined:
+            slots.quarantine(reserve)
+        tree_s = time.monotonic()
         cache.ledger.begin(cache.epoch)
         self._ledger = cache.ledger
         if not quarantined:
             cache.ledger.reserve(slots.keep_reserve())
         self._resumption.learn(entries if adopted.tokens else ())
         self._phase, self._gathering = "waiting", True
+        facts = {"read_s": read_s - began_s, "agree_s": agreed_s - read_s, "tree_s": tree_s - agreed_s}
         facts |= {"adopted_tokens": adopted.tokens, "adopted_requests": adopted.requests, "early": float(quarantined)}
-        return facts
+        return facts, may_write
 
     def _end_quarantine(self) -> None:
         """Set a reserve of our own aside for whoever comes next."""
@@ -205,22 +263,12 @@ class Engine:
         self._slots.release_quarantine()
         self._ledger.reserve(self._slots.keep_reserve())
 
-    def _receive_release(self) -> tuple[wire.Released, list[int]]:
-        """Wait for the last holder's death."""
-        fd = self._link.client.fileno()
-        readable, _, _ = select.select([fd], [], [], _RELEASE_TIMEOUT_S)
-        received = self._link.client.order() if readable else None
-        if received is None or not isinstance(received[0], wire.Released):
-            _log.error("belayer: the last holder did not die within %.0f s; giving up", _RELEASE_TIMEOUT_S)
-            os._exit(3)
-        return received[0], received[1]
-
     # --- the ledger ---------------------------------------------------------------------------------------------
 
     def step_begins(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         """Before Scheduler.run_batch. What is to be run is ready; nothing of it runs before the KV may be written."""
         if self._phase == "waiting":
-            self._released(*self._receive_release())
+            self._released()
         self._gathering = False
         self._weights.are_used()
         if self._ledger is not None:
@@ -304,15 +352,12 @@ class Engine:
 
         After a handover the first batch is all that were running: one that comes while a step runs waits for its end.
         """
-        if self._gathering and not self._has_gathered():
+        if self._gathering and not self._resumption.all_came:
             return None, running_batch
         return original(scheduler, running_batch=self._resumption.join(scheduler, running_batch), **named)
 
     def _has_gathered(self) -> bool:
-        if self._resumption.all_came:
-            return True
-        if self._phase == "waiting":
-            return False
+        """By rank 0's clock."""
         now_s = time.monotonic()
         return now_s - self._served_s > _GATHER_S or now_s - self._resumption.came_s > _QUIET_S
 
@@ -321,7 +366,7 @@ class Engine:
         if self._slots is None or self._ledger is None:
             return original(scheduler, *arguments, **named)
         if self._slots.quarantined:
-            self._receive_release()
+            self._await_release()
             self._end_quarantine()
         self._ledger.reserve(())
         flushed = original(scheduler, *arguments, **named)

@@ -10,6 +10,7 @@ from typing import Any
 from belayer.gpu import wire
 from belayer.gpu.arena import ArenaMapper, open_mapper
 from belayer.gpu.memory_client import MemoryClient
+from belayer.gpu.plugin.ranks import Ranks
 
 _LOADING_TIMEOUT_S = 1800.0
 
@@ -23,7 +24,10 @@ class Link:
         self._socket_path = socket_path
         self._client: MemoryClient | None = None
         self._mapper: ArenaMapper | None = None
-        self._arena: wire.Region | None = None
+        self.ranks = Ranks()
+        self.weights_are_whole = False
+        """Whether all ranks' servers had the same version of the weights when we connected."""
+        self._tokens: int | None = None
 
     @classmethod
     def from_environment(cls) -> Link:
@@ -38,17 +42,19 @@ class Link:
     @property
     def client(self) -> MemoryClient:
         if self._client is None:
-            path = self._socket_path
-            if "{rank}" in path:
-                path = path.replace("{rank}", str(_tensor_parallel_rank()))
+            self.ranks = Ranks.of_this_process()
+            path = self._socket_path.replace("{rank}", str(self.ranks.rank))
             self._client, registered = MemoryClient.connect(path, self.incarnation, self.role, _LOADING_TIMEOUT_S)
-            self._arena = registered.arena
+            arena, weights = registered.arena, registered.weights
+            said = self.ranks.all_say((weights.state, weights.version, int(arena.spec["tokens"]) if arena else None))
+            self.weights_are_whole = len({(state, version) for state, version, _ in said}) == 1
+            self._tokens = next((tokens for _, _, tokens in said if tokens is not None), None)
         return self._client
 
     @property
-    def arena(self) -> wire.Region | None:
-        """The arena that the server had when we connected; None when we are its first engine."""
-        return self._arena if self.client else None
+    def tokens(self) -> int | None:
+        """The KV cache's size on the server when we connected; None when we are its first engine."""
+        return self._tokens if self.client else None
 
     def mapper(self, device: Any = None, gpu_id: int | None = None) -> ArenaMapper:
         """The mapper of the device on which this process's model is loaded; name the device the first time."""
@@ -64,9 +70,3 @@ def _device_name(device: Any, gpu_id: int | None) -> str:
 
         return f"cuda:{torch.cuda.current_device() if gpu_id is None or gpu_id < 0 else gpu_id}"
     return name
-
-
-def _tensor_parallel_rank() -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().tp_rank)

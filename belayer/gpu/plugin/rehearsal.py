@@ -13,12 +13,13 @@ from typing import Any
 
 from belayer.gpu.ledger import MAX_RESERVE, Entry
 from belayer.gpu.plugin.adoption import adopt
+from belayer.gpu.plugin.ranks import Ranks
 from belayer.gpu.plugin.slots import Slots
 
 _MAX_REQUESTS = 64
 
 
-def rehearse(slots: Slots, tree: Any, allocator: Any, slot_table: Any) -> None:
+def rehearse(slots: Slots, tree: Any, allocator: Any, slot_table: Any, ranks: Ranks) -> None:
     """Adopt made-up requests that fill an empty cache, and set slots aside. The caller flushes the cache afterwards.
 
     As many and as large as in earnest, so that the memory that it takes is at hand then.
@@ -35,7 +36,7 @@ def rehearse(slots: Slots, tree: Any, allocator: Any, slot_table: Any) -> None:
         slot_table[row, :tokens] = torch.arange(first, first + tokens, device=slot_table.device)
         entries.append(Entry(row, row, array("q", range(first, first + tokens)), tokens - 1, 0))
     reserve = torch.arange(allocator.size - kept, allocator.size, device=slot_table.device)
-    adopt(tree, allocator, slot_table, entries, reserve)
+    adopt(tree, allocator, slot_table, entries, reserve, ranks)
     slots.quarantine(reserve)
     slots.release_quarantine()
     slots.keep_reserve()

@@ -65,7 +65,9 @@ class Weights:
         mapper = self._link.mapper(device_config.device, getattr(device_config, "gpu_id", None))
         model = build_without_memory(loader, model_config)
         layout = Layout(model)
-        lent, fds = self._link.client.ask(wire.OpenWeights(layout.spec, layout.size_bytes), wire.WeightsLent)
+        client = self._link.client
+        anew = self._link.role == "main" and not self._link.weights_are_whole
+        lent, fds = client.ask(wire.OpenWeights(layout.spec, layout.size_bytes, anew), wire.WeightsLent)
         if lent.writable:
             model = load_model(model_config=model_config, device_config=device_config)
             layout = _same_layout(Layout(model), layout)
@@ -99,10 +101,12 @@ class Weights:
         self._begin(int(named) if named.isdecimal() else None)
         result = original(manager, recv_req)
         assert self._update is not None
-        if not result.success and result.message.startswith(_NOTHING_WRITTEN):
+        nothing = not result.success and result.message.startswith(_NOTHING_WRITTEN)
+        outcomes = set(self._link.ranks.all_say("done" if result.success else "nothing" if nothing else "half"))
+        if outcomes == {"nothing"}:
             self._update.version = self.version
             self._commit_update()
-        elif not result.success:
+        elif outcomes != {"done"}:  # on any rank
             self._update.failed = True
         elif getattr(recv_req, "flush_cache", False):
             self._commit_update()

@@ -1,0 +1,80 @@
+"""The memory servers of one engine, one for each of its tensor parallel ranks, spoken to as one.
+
+Rank r's server owns the r-th device, and its socket has `{rank}` replaced by r in its path. What is asked of an engine
+is asked of all its servers, and has been done once all have said so. An engine is dying as soon as one of its ranks is,
+and dead once all of them are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from belayer.errors import InputError
+from belayer.gpu import wire
+from belayer.gpu.memory_client import MemoryClient
+from belayer.gpu.memory_process import ask_status
+
+RANK = "{rank}"
+_SIZE_OPTIONS = ("--tensor-parallel-size", "--tp-size", "--tp")
+
+
+def tensor_parallel_size(arguments: Sequence[str]) -> int:
+    """What SGLang's arguments say."""
+    size = "1"
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, given, value = word.partition("=")
+        if name in _SIZE_OPTIONS:
+            size = value if given else following
+    if not size.isdecimal() or int(size) < 1:
+        raise InputError(f"{size!r} is no tensor parallel size")
+    return int(size)
+
+
+class MemoryRanks:
+    """The servers at `pattern`, of `size` ranks."""
+
+    def __init__(self, pattern: Path, size: int) -> None:
+        if size > 1 and RANK not in str(pattern):
+            raise InputError(f"the memory socket {pattern} is that of one server; {size} ranks need {RANK} in its path")
+        self._sockets = [Path(str(pattern).replace(RANK, str(rank))) for rank in range(size)]
+
+    async def ask(self, request: wire.Request, timeout_s: float) -> wire.Facts:
+        """All servers' answer; of each number the greatest. ArenaError of the first that refuses."""
+        answers = await asyncio.gather(*(asyncio.to_thread(_ask, path, request, timeout_s) for path in self._sockets))
+        names = {name for answer in answers for name in answer.facts}
+        return wire.Facts({name: max(answer.facts.get(name, 0.0) for answer in answers) for name in names})
+
+    async def status(self) -> list[wire.Status]:
+        """Each server's state, in order of rank."""
+        return await asyncio.gather(*(asyncio.to_thread(ask_status, path) for path in self._sockets))
+
+    async def events(self) -> AsyncGenerator[wire.EngineEvent]:
+        """What happens to the engines from now on. Close the iterator to stop."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        said: dict[tuple[str, str], int] = {}
+        with contextlib.ExitStack() as open_files:
+            clients: list[MemoryClient] = []
+            for path in self._sockets:
+                client, _ = await asyncio.to_thread(MemoryClient.connect, path, "host", "control")
+                clients.append(open_files.enter_context(client))
+                await asyncio.to_thread(client.ask, wire.Watch(), wire.Facts)
+                loop.add_reader(client.fileno(), arrived.set)
+                open_files.callback(loop.remove_reader, client.fileno())
+            while True:
+                for client in clients:
+                    while (event := client.event()) is not None:
+                        of_all = (event.kind, event.incarnation)
+                        said[of_all] = said.get(of_all, 0) + 1
+                        if said[of_all] == (len(clients) if event.kind == "dead" else 1):
+                            yield event
+                arrived.clear()
+                await arrived.wait()
+
+
+def _ask(path: Path, request: wire.Request, timeout_s: float) -> wire.Facts:
+    with MemoryClient.connect(path, "host", "control")[0] as client:
+        return client.ask(request, wire.Facts, timeout_s)[0]

@@ -1,0 +1,38 @@
+"""Real SGLang on the CPU in fp32, of two tensor parallel ranks: one dies in mid-stream, and the tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from belayer.processes import start_ticks, wait_exit
+from tests.gpu import sglang_cell
+from tests.gpu.sglang_cell import MARKS, PROMPTS, Cell, run_through_a_failure
+
+pytestmark = MARKS
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cell]:
+    """Engines of two ranks, each with a memory server of its own."""
+    async for made in sglang_cell.cell(tmp_path_factory.mktemp("pair"), ranks=2):
+        yield made
+
+
+@pytest.mark.parametrize(("rank", "early"), [(1, False), (0, True)])
+async def test_a_rank_dies_the_other_is_ended_and_the_tokens_are_the_same(pair: Cell, rank: int, early: bool) -> None:
+    ranks = [engine.pid for status in await pair.host.statuses() for engine in status.engines if engine.holds_arena]
+    processes = [(pid, start_ticks(pid)) for pid in (pair.main.pid, *ranks)]
+    assert len(set(processes)) == 3
+    pair.host.early = early
+    tokens, kinds = await run_through_a_failure(pair, f"r{rank}", signal.SIGKILL, rank)
+    assert kinds == ["dying"]
+    await asyncio.wait_for(asyncio.gather(*(wait_exit(*process) for process in processes)), 30)
+    assert [status.holder for status in await pair.host.statuses()] == [pair.main.incarnation] * 2
+    facts = pair.host.facts[pair.main.incarnation]
+    assert facts["adopted_requests"] == len(PROMPTS) and facts["early"] == early
+    assert tokens == pair.undisturbed
