@@ -92,10 +92,12 @@ class Bench:
         path = os.pathsep.join([str(plugins), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "BELAYER_BENCH_WEIGHTS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {"SGLANG_DISABLE_VERSION_CHECK": "1", "BELAYER_ZOMBIE_FOLDER": str(self.zombies)}
+        environment |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
         if self.options.device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
             if self.options.tp > 1:
-                environment |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * self.options.tp), "TORCHDYNAMO_DISABLE": "1"}
+                environment |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * self.options.tp)}
+                environment |= {"TORCHDYNAMO_DISABLE": "1"}
         return environment
 
     def make_host(self, memory_socket: Path | None, *arguments: str) -> SglangHost:
@@ -124,7 +126,8 @@ class Bench:
         if options.device == "cpu":
             return [*arguments, "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
         arguments += ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--log-level", "info"]
-        arguments += ["--disable-custom-all-reduce"]  # it compiles kernels, or asks for what not every host allows
+        # NVLink multicast can put a shared host's GPUs out of service: only plain NCCL (see also sglang_shapes.py).
+        arguments += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         return [*arguments, "--cuda-graph-max-bs", running, "--mem-fraction-static", "0.85"]
 
     def start_memory(self) -> None:

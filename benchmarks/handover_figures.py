@@ -85,5 +85,7 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
         "weight_update_by_broadcast_ratio": updates.get("distributed_s"),
         "rearm_throughput_ratio": stages.get("rearm", {}).get("ratio"),
         "weight_cache_start_s": stages.get("cache", {}).get("start_s"),
-        "equal": all(kind["equal_streams"] == kind["equal_until_kill"] for kind in adopted) if adopted else None,
+        "equal": all(kind.get("equal_streams") == kind.get("equal_until_kill") for kind in adopted)
+        if adopted
+        else None,
     }

@@ -126,6 +126,13 @@ def register() -> None:
 
     target = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
     HookRegistry.register(target, _varied_weights, HookType.REPLACE)
+    # SGLang gathers logits through NVLink multicast where it finds it. Without this it does so by NCCL.
+    gatherer = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.MultimemAllGatherer"
+    HookRegistry.register(f"{gatherer}._build", _no_multicast, HookType.REPLACE)
+
+
+def _no_multicast(*_: Any, **__: Any) -> None:
+    """No state: NCCL is used."""
 
 
 def _varied_weights(model: Any, *_: Any, **__: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import socket
 import sys
@@ -99,6 +100,7 @@ def joined(options: argparse.Namespace) -> Iterator[Any]:
     backend = "gloo" if options.device == "cpu" else "nccl"
     if backend == "nccl":
         torch.cuda.set_device(options.device)
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang has it: both ends must map memory in the same way
     size = 1 + options.ranks
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from belayer.errors import InputError
@@ -24,7 +25,7 @@ _SIZE_OPTIONS = ("--tensor-parallel-size", "--tp-size", "--tp")
 def tensor_parallel_size(arguments: Sequence[str]) -> int:
     """What SGLang's arguments say."""
     size = "1"
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in pairwise([*arguments, ""]):
         name, given, value = word.partition("=")
         if name in _SIZE_OPTIONS:
             size = value if given else following
