@@ -182,7 +182,8 @@ class Sentinel:
         assert self._supervisor.stdout is not None
         self.pid = int(await self._supervisor.stdout.readline())
         await until(lambda: accepts(self.port), what="the sentinel")
-        fast = ("INFO-PERIOD", "200", "ASK-PERIOD", "100", "PING-PERIOD", "100", "PUBLISH-PERIOD", "200")
+        # Not PING-PERIOD too: five of them is how old a replica's INFO may be, which comes once a second in a failover.
+        fast = ("INFO-PERIOD", "200", "ASK-PERIOD", "100", "PUBLISH-PERIOD", "200")
         patient = ("TILT-TRIGGER", "20000", "TILT-PERIOD", "1000")  # else a busy machine stops failovers for 30 s
         await command(self.url, "SENTINEL", "DEBUG", *fast, *patient)
 
