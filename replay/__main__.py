@@ -39,10 +39,11 @@ def _audit(file: Path, json: bool) -> int:
     from rich.console import Console
 
     from belayer.journal.export import read_export
+    from belayer.journal.sealing import keyring_of
     from replay.audit import audit
     from replay.report import as_json, show
 
-    report = audit(read_export(file))
+    report = audit(read_export(file), keyring_of(None))
     if json:
         print(as_json(report, str(file)))
     else:
@@ -53,11 +54,12 @@ def _audit(file: Path, json: bool) -> int:
 def _timeline(file: Path, trajectory: str, html: Path | None) -> int:
     from rich.console import Console
 
+    from belayer.journal.sealing import keyring_of
     from replay.timeline.page import write_page
     from replay.timeline.source import from_file
     from replay.timeline.terminal import show
 
-    story = from_file(file, trajectory)
+    story = from_file(file, trajectory, keyring_of(None))
     if html is None:
         show(story, Console())
     else:

@@ -18,6 +18,7 @@ import msgspec
 from belayer.errors import InputError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
+from belayer.journal.sealing import Keyring
 from replay.facts import RunFacts, SandboxFacts, TrajectoryFacts, WorkerFacts
 from replay.findings import Check, Finding, Findings
 from replay.pairs import check_captures, check_engines, check_restores, check_resumptions
@@ -32,15 +33,20 @@ class Report(msgspec.Struct, frozen=True):
     events: int
     entries: int
     unpaired: list[str]
+    sealed: dict[str, int]
+    """Payloads that were not checked, by the key that is not here."""
     seconds: float
 
 
-def audit(entries: Iterable[tuple[StreamId, Entry]]) -> Report:
-    """Audit entries in which those of one stream stand together, in order. One pass, memory flat in their number."""
+def audit(entries: Iterable[tuple[StreamId, Entry]], keyring: Keyring | None = None) -> Report:
+    """Audit entries in which those of one stream stand together, in order. One pass, memory flat in their number.
+
+    Sealed payloads are opened and checked as far as their keys are there.
+    """
     started = time.perf_counter()
     journal = JournalAudit()
     for stream, group in groupby(entries, key=itemgetter(0)):
-        one = StreamAudit(stream)
+        one = StreamAudit(stream, keyring)
         one.feed(group)
         journal.add(one.close())
     return journal.report(time.perf_counter() - started)
@@ -83,6 +89,7 @@ class JournalAudit:
             events=sum(result.events for result in results),
             entries=sum(result.entries for result in results),
             unpaired=unpaired,
+            sealed=dict(sorted(sum((result.sealed for result in results), Counter[str]()).items())),
             seconds=seconds,
         )
 

@@ -24,6 +24,8 @@ class Check(enum.StrEnum):
     """A fenced writer wrote, or an epoch began without saying so."""
     ENCODING = "encoding"
     """Stored bytes are no event."""
+    SEALED = "sealed"
+    """A payload that does not open with the key of its name, or opens to something else than its columns."""
     FOREIGN = "foreign"
     """An event in a stream of another kind."""
     LIFECYCLE = "lifecycle"

@@ -29,6 +29,9 @@ def show(report: Report, source: str, console: Console) -> None:
         console.print(table)
     for stream in report.unpaired:
         console.print(Text(f"{stream}: its trajectory is not here; the checks between the two were left out", "yellow"))
+    for key, count in report.sealed.items():
+        told = f"{count} payloads are sealed with key {key}, which is not here: what is in them was not checked"
+        console.print(Text(told, "yellow"))
     console.print(_summary(report, source), soft_wrap=True)
 
 

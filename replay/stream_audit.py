@@ -8,18 +8,20 @@ Memory: the state of this stream, and nothing that grows with tokens.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
 
-from belayer.errors import CodecError, UnknownEventError
+from belayer.errors import CodecError, UnknownEventError, WrongKeyError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import DIGEST_BYTES, Entry, Envelope, Recorded, decode_entry
 from belayer.journal.columns import LOGPROB_BYTES, TOKEN_ID_BYTES
-from belayer.journal.events import TokensAppended
+from belayer.journal.events import AnyEvent, Sealed, TokensAppended
+from belayer.journal.sealing import Keyring
 from replay.chain import Chain
 from replay.facts import Facts
-from replay.findings import Finding, Findings
+from replay.findings import Check, Finding, Findings
 from replay.run_audit import RunAudit
 from replay.sandbox_audit import SandboxAudit
 from replay.trajectory_audit import TrajectoryAudit
@@ -38,13 +40,17 @@ class StreamResult(msgspec.Struct, frozen=True):
     facts: Facts
     events: int
     entries: int
+    sealed: Counter[str]
+    """Payloads that were not opened, by key."""
 
 
 class StreamAudit:
     """Takes the entries of one stream in, in order; any number of calls."""
 
-    def __init__(self, stream: StreamId) -> None:
+    def __init__(self, stream: StreamId, keyring: Keyring | None = None) -> None:
         self.stream = stream
+        self._keyring = keyring
+        self._sealed: Counter[str] = Counter()
         self.findings = Findings(str(stream))
         self._chain = Chain(self.findings)
         self._kind = _kind_audit(stream, self.findings)
@@ -67,7 +73,7 @@ class StreamAudit:
                 facts: Facts = kind.facts(self._chain.sequence, whole)
             case SandboxAudit() | WorkerAudit() | RunAudit():
                 facts = kind.facts(whole)
-        return StreamResult(self.stream, self.findings.found, facts, self._events, self._entries)
+        return StreamResult(self.stream, self.findings.found, facts, self._events, self._entries, self._sealed)
 
     def _feed_trajectory(self, kind: TrajectoryAudit, entries: Iterable[tuple[StreamId, Entry]]) -> None:
         chain, decode, blake2b = self._chain, _decoder.decode, hashlib.blake2b
@@ -125,8 +131,7 @@ class StreamAudit:
             digest,
             envelope.event,
         )
-        if self._chain.accept(recorded):
-            self._kind.step(recorded.sequence, recorded.event, self._chain.whole)
+        self._step(recorded)
 
     def _take(self, entry: Entry) -> None:
         """Any entry, through the codec: several events, old tags, or bytes that are none."""
@@ -140,8 +145,28 @@ class StreamAudit:
             return
         self._events += len(events)
         for recorded in events:
-            if self._chain.accept(recorded):
-                self._kind.step(recorded.sequence, recorded.event, self._chain.whole)
+            self._step(recorded)
+
+    def _step(self, recorded: Recorded) -> None:
+        if self._chain.accept(recorded):
+            self._kind.step(recorded.sequence, self._opened(recorded), self._chain.whole)
+
+    def _opened(self, recorded: Recorded) -> AnyEvent:
+        """The event with its payload, if it is sealed and its key is here; the chain is over the bytes as they are."""
+        event = recorded.event
+        if not isinstance(event, Sealed):
+            return event
+        if self._keyring is None or event.key not in self._keyring:
+            self._sealed[event.key] += 1
+            return event
+        try:
+            return self._keyring.open(recorded).event
+        except WrongKeyError:
+            problem = f"key {event.key!r} does not open the payload: it was sealed with another key of this name"
+        except CodecError as error:
+            problem = error.problem
+        self.findings.add(recorded.sequence, Check.SEALED, problem)
+        return event
 
 
 def _kind_audit(stream: StreamId, findings: Findings) -> TrajectoryAudit | SandboxAudit | WorkerAudit | RunAudit:

@@ -19,6 +19,8 @@ _PAGE = 500
 HELP = """Check a journal or an exported file: sequences, digests, epochs, token chunks, boundaries, rewinds,
 checkpoints and restores, each action once on the live branch.
 
+Encrypted payloads are checked too with the keys in BELAYER_ENCRYPTION_KEYS; everything else needs none.
+
 Exit status: 0 nothing found, 1 findings, 2 unreadable. docs/audit.md explains every check.
 
 Examples:
@@ -42,8 +44,9 @@ def audit(
 
     if file is not None:
         from belayer.journal.export import read_export
+        from belayer.journal.sealing import keyring_of
 
-        source, report = str(file), audit_entries(read_export(file))
+        source, report = str(file), audit_entries(read_export(file), keyring_of(None))
     else:
         source, report = asyncio.run(_audit_live(url, namespace, archive))
     if as_json:
@@ -65,7 +68,7 @@ async def _audit_live(url: str | None, namespace: str, archive: str | None) -> t
     journal = JournalAudit()
     async with open_journal(url, namespace, archive) as store:
         for stream in await store.streams():
-            one = StreamAudit(stream)
+            one = StreamAudit(stream, store.keyring)
             sequence = 0
             while entries := await store.read(stream, sequence, _PAGE):
                 check_archived(stream, sequence, entries[0])

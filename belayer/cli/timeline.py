@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 HELP = """Show what happened to a trajectory: turns, checkpoints, failures, recoveries, and what a rewind superseded.
 
-In the terminal, or as one HTML file that opens anywhere.
+In the terminal, or as one HTML file that opens anywhere. Encrypted commands show with the keys in
+BELAYER_ENCRYPTION_KEYS.
 
 Examples:
 
@@ -40,9 +41,10 @@ def timeline(
 ) -> None:
     name = trajectory.removeprefix("trajectory/")
     if file is not None:
+        from belayer.journal.sealing import keyring_of
         from replay.timeline.source import from_file
 
-        story = from_file(file, name)
+        story = from_file(file, name, keyring_of(None))
     else:
         story = asyncio.run(_from_journal(name, url, namespace, archive))
     if html is not None:
@@ -74,4 +76,4 @@ async def _from_journal(name: str, url: str | None, namespace: str, archive: str
             raise UnknownStreamError(f"trajectory/{name}")
         streams = [stream for stream in await store.streams() if tells_of(stream, name)]
         entries = [(stream, entry) for stream in streams async for entry in read_entries(store, stream)]
-    return from_entries(entries, name)
+        return from_entries(entries, name, store.keyring)

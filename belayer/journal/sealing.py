@@ -103,6 +103,9 @@ class Keyring:
         """The keys' names, the one that is written with first."""
         return list(self._keys)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
     def __repr__(self) -> str:
         return f"Keyring({', '.join(self._keys)})"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from replay.timeline.model import Action, Generation, Incident, Item, Note, Recovery, Story
-from replay.timeline.words import captured, failed, mark_of, one_line, outcome, recovered, seconds, since
+from replay.timeline.words import captured, command_of, failed, mark_of, one_line, outcome, recovered, seconds, since
 
 _ROW = 30
 _LIVE_X, _SIDE_X = 14, 32
@@ -105,7 +105,7 @@ def _turn(row: _Row) -> str:
 
 def _command(row: _Row) -> str:
     if row.action is not None:
-        text = row.action.command
+        text = command_of(row.action)
         short = escape(one_line(text, _SHOWN))
         if short == escape(text):
             return f'<code class="command">{short}</code>'

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from replay.timeline.model import Action, Generation, Incident, Life, Story
-from replay.timeline.words import captured, failed, mark_of, one_line, outcome, plural, recovered, seconds
+from replay.timeline.words import captured, command_of, failed, mark_of, one_line, outcome, plural, recovered, seconds
 
 _LEFT, _RIGHT, _TOP = 84, 28, 30
 _LANES = {"model": 40, "actions": 72, "sandbox": 110, "engine": 156}
@@ -78,7 +78,7 @@ class _Chart:
         return self._bar("model", one.start_ns, end_ns, *_live_or_not("model", title, one.superseded_by))
 
     def _action(self, one: Action) -> str:
-        title = f"action {one.number}: {one_line(one.command, 160)}\n{outcome(one)}"
+        title = f"action {one.number}: {one_line(command_of(one), 160)}\n{outcome(one)}"
         if one.end_ns is None:
             end_ns = self._cut_ns(one, one.start_ns)
             return self._bar("actions", one.start_ns, end_ns, "lost", title, least=4.0)

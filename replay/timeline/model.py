@@ -161,6 +161,8 @@ class Story:
     events: int = 0
     findings: int = 0
     """What the audit found in these streams."""
+    sealed_with: list[str] = field(default_factory=list[str])
+    """Keys that are not here: what they seal (prompt, commands, observations) is empty."""
 
     @property
     def generations(self) -> list[Generation]:

@@ -13,14 +13,15 @@ from belayer import ids
 from belayer.errors import UnknownStreamError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry, Recorded, decode_entry
-from belayer.journal.events import GenerationResumed, GenerationStarted, TokensAppended, readable
+from belayer.journal.events import GenerationResumed, GenerationStarted, Sealed, TokensAppended
 from belayer.journal.export import read_export
+from belayer.journal.sealing import Keyring
 from replay.audit import audit
 from replay.timeline.build import build
 from replay.timeline.model import Story
 
 
-def from_file(path: Path, name: str) -> Story:
+def from_file(path: Path, name: str, keyring: Keyring | None = None) -> Story:
     """The story of that trajectory. UnknownStreamError, with what the file has, when it is not there."""
     there: list[str] = []
 
@@ -34,7 +35,7 @@ def from_file(path: Path, name: str) -> Story:
     if all(stream != trajectory for stream, _ in entries):
         some = ", ".join(sorted(there)[:5]) + (", ..." if len(there) > 5 else "")
         raise UnknownStreamError(str(trajectory), f"{path} has {some or 'no trajectories'}")
-    return from_entries(entries, name)
+    return from_entries(entries, name, keyring)
 
 
 def tells_of(stream: StreamId, name: str) -> bool:
@@ -42,9 +43,13 @@ def tells_of(stream: StreamId, name: str) -> bool:
     return stream.kind in (StreamKind.WORKER, StreamKind.RUN) or stream.name == name
 
 
-def from_entries(entries: list[tuple[StreamId, Entry]], name: str) -> Story:
-    """The story that these entries tell; those of one stream stand together."""
-    streams = {stream: _events(group) for stream, group in groupby(entries, key=itemgetter(0))}
+def from_entries(entries: list[tuple[StreamId, Entry]], name: str, keyring: Keyring | None = None) -> Story:
+    """The story that these entries tell; those of one stream stand together. Payloads whose key is not here are empty.
+
+    WrongKeyError for one that does not open with the key of its name.
+    """
+    sealed: set[str] = set()
+    streams = {stream: _events(group, keyring, sealed) for stream, group in groupby(entries, key=itemgetter(0))}
     used = _engines(streams.get(ids.trajectory(name), []))
     relevant = {
         stream: events
@@ -52,22 +57,34 @@ def from_entries(entries: list[tuple[StreamId, Entry]], name: str) -> Story:
         if stream.kind is not StreamKind.WORKER or stream.name in used
     }
     story = build(name, relevant)
+    story.sealed_with = sorted(sealed)
     story.findings = len(audit((stream, entry) for stream, entry in entries if stream in relevant).findings)
     return story
 
 
-def _events(group: Iterable[tuple[StreamId, Entry]]) -> list[Recorded]:
+def _events(group: Iterable[tuple[StreamId, Entry]], keyring: Keyring | None, sealed: set[str]) -> list[Recorded]:
     return [
-        _without_tokens(recorded)
+        _without_tokens(_opened(recorded, keyring, sealed))
         for stream, entry in group
         for recorded in decode_entry(stream, entry.epoch, entry.last_sequence, entry.body)
     ]
 
 
+def _opened(recorded: Recorded, keyring: Keyring | None, sealed: set[str]) -> Recorded:
+    """The event with its payload, or what can be read of it without the key, which is added to `sealed`."""
+    event = recorded.event
+    if not isinstance(event, Sealed):
+        return recorded
+    if keyring is not None and event.key in keyring:
+        return keyring.open(recorded)
+    sealed.add(event.key)
+    return recorded._replace(event=event.event)
+
+
 def _without_tokens(recorded: Recorded) -> Recorded:
-    event = readable(recorded.event)
+    event = recorded.event
     if not isinstance(event, TokensAppended):
-        return recorded._replace(event=event)
+        return recorded
     return recorded._replace(event=replace(event, token_ids=b"", logprobs=b"", loss_mask=b""))
 
 

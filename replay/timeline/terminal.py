@@ -9,7 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.timeline.model import Action, Generation, Incident, Note, Recovery, Story
-from replay.timeline.words import failed, figures, headline, mark_of, one_line, outcome, recovered, seconds, since
+from replay.timeline.words import (
+    command_of,
+    failed,
+    figures,
+    headline,
+    mark_of,
+    one_line,
+    outcome,
+    recovered,
+    seconds,
+    since,
+)
 
 _LIVE, _SUPERSEDED = "│  ", "  ╎"
 _TIME, _NUMBER, _TOOK = 9, 4, 9
@@ -88,7 +99,7 @@ def _turn(story: Story, generation: Generation | None, action: Action | None, wi
 
 def _what(generation: Generation | None, action: Action | None, room: int) -> str:
     if action is not None:
-        return one_line(action.command, room)
+        return one_line(command_of(action), room)
     assert generation is not None
     if len(generation.engines) > 1:
         _, offset, incarnation = generation.engines[-1]

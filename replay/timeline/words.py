@@ -41,6 +41,11 @@ def one_line(text: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
+def command_of(action: Action) -> str:
+    """The action's command, or that it cannot be read."""
+    return action.command or "(sealed)"
+
+
 def outcome(action: Action) -> str:
     """What became of an action."""
     if action.end_ns is None:
@@ -140,5 +145,9 @@ def figures(story: Story) -> list[tuple[str, str, str]]:
             else "none published",
         ),
     ]
-    found = "nothing" if not story.findings else plural(story.findings, "finding")
-    return [*rows, ("audit", "clean" if not story.findings else found, "sequences, digests, boundaries")]
+    found = "clean" if not story.findings else plural(story.findings, "finding")
+    rows.append(("audit", found, "sequences, digests, boundaries"))
+    if story.sealed_with:
+        keys = ", ".join(story.sealed_with)
+        rows.append(("sealed", f"with {keys}", "name it in BELAYER_ENCRYPTION_KEYS to see commands"))
+    return rows

@@ -122,7 +122,8 @@ def test_writers(mistake: Callable[[Story], None], stream: str, check: Check) ->
 
 def test_every_kind_of_damage_has_its_test() -> None:
     by_storage = {Check.SEQUENCE, Check.DIGEST, Check.EPOCH, Check.ENCODING}
-    assert by_storage | {check for _, _, check in CASES} == set(Check)
+    by_key = {Check.SEALED}
+    assert by_storage | by_key | {check for _, _, check in CASES} == set(Check)
 
 
 def test_a_recovery_under_way_is_no_finding_while_its_run_goes_on() -> None:
