@@ -19,6 +19,7 @@ from typing import NoReturn
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
 from belayer.processes import is_alive
 from belayer.sandbox import lazy, probe
+from belayer.sandbox.blobs import image_path, keys_of, layer_path
 from belayer.sandbox.captured import Captured, file_digest
 from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
@@ -136,14 +137,19 @@ class Capture:
                         freezer, lock, layer, folder / IMAGES, deadline
                     )
                     captured = layer.finish(self._name)
-                size_bytes = self._seal(folder, captured, frozen_s)
+                manifest = self._seal(folder, captured, frozen_s)
+                fresh = {layer_path(path): found for path, found in layer.fresh().items()}
+                fresh |= {image_path(name): (folder / IMAGES / name).lstat() for name in manifest.images}
                 self._stop_if_cancelled()
-                self._home.publish(folder, self._name)
+                keys = keys_of(layer.entries, captured, manifest.images)
+                stored_bytes = self._home.publish(folder, self._name, keys, fresh)
             self._home.set_captured(self._incarnation.name, captured)
         except (CriuError, OSError) as error:
             raise CheckpointFailedError(self._name, str(error)) from None
         took_s = time.monotonic() - started
-        return CheckpointReport(size_bytes, frozen_s, took_s, not_captured=self._container.volumes)
+        return CheckpointReport(
+            manifest.size_bytes, frozen_s, took_s, not_captured=self._container.volumes, stored_bytes=stored_bytes
+        )
 
     def _nothing_new(self, freezer: Freezer, known: Captured) -> float:
         """Whether a fresh runner over what was captured last is the container as it is: the frozen time, or 0.
@@ -286,8 +292,8 @@ class Capture:
             raise SandboxFailedError(self._incarnation.name, "its process 1 is gone")
         return freezer
 
-    def _seal(self, folder: Path, captured: Captured, frozen_s: float) -> int:
-        """Write what the checkpoint says of itself; its size."""
+    def _seal(self, folder: Path, captured: Captured, frozen_s: float) -> Manifest:
+        """Write what the checkpoint says of itself."""
         if self._noise:
             (folder / PROBE).write_bytes(self._probe.encode())
             if lazy.is_worth_it(path.stat().st_size for path in (folder / IMAGES).glob("pages-*")):
@@ -318,7 +324,7 @@ class Capture:
             not_captured=self._container.volumes,
         )
         write_manifest(folder, manifest)
-        return manifest.size_bytes
+        return manifest
 
     def _stop_if_cancelled(self) -> None:
         if self._cancelled.is_set():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -197,6 +197,12 @@ class DockerHost:
         self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
     ) -> Incarnation:
         """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it."""
+        with self.in_use(checkpoint):
+            return await self._restore(run, trajectory, incarnation, spec, checkpoint, action)
+
+    async def _restore(
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
+    ) -> Incarnation:
         folder = self.checkpoint_path(checkpoint)
         manifest = await asyncio.to_thread(read_manifest, folder)
         if action < manifest.action or (action > manifest.action and not manifest.quiet):
@@ -219,8 +225,12 @@ class DockerHost:
         return here
 
     async def remove_checkpoint(self, checkpoint: str) -> None:
-        """Remove a checkpoint's files. Nothing there is fine."""
+        """Remove a checkpoint's files, at once or when nobody uses them any more. Nothing there is fine."""
         await asyncio.to_thread(self._home.remove_checkpoint, checked_name(checkpoint))
+
+    def in_use(self, checkpoint: str) -> AbstractContextManager[None]:
+        """Keep a checkpoint's files until the end, whoever removes it meanwhile. None there is fine."""
+        return self._home.in_use(checked_name(checkpoint))
 
     async def checkpoints(self) -> list[str]:
         """All published checkpoints here. What dead checkpointers left is removed on the way."""

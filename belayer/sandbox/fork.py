@@ -2,7 +2,8 @@
 
 All copies or none: when one cannot be made, the others are removed. A copy is a full_restore like any other, so its
 files are shared with the checkpoint where the disk can (reflink), the images are read from the page cache from the
-second copy on, and memory of 64 MB or more comes when it is touched. The checkpoint must stay until all are made.
+second copy on, and memory of 64 MB or more comes when it is touched. The checkpoint stays until all are made, also when
+its own trajectory has no more use for it. Checkpoints of the copies share with it what has not changed since.
 
 The copies are equal at first, in user space too: a random generator that a background process has seeded gives the
 same numbers in each, and process ids are the same. What asks the kernel (/dev/urandom, getrandom(2)) gets other bytes
@@ -36,12 +37,13 @@ async def fork(
         async with slots:
             return await host.restore(run, trajectory, incarnation, spec, checkpoint, action)
 
-    making = [asyncio.create_task(one(*names), name=f"fork {names[1]}") for names in copies.items()]
-    try:
-        return dict(zip(copies, await asyncio.gather(*making), strict=True))
-    except BaseException:
-        await asyncio.shield(_undo(host, making, copies))
-        raise
+    with host.in_use(checkpoint):
+        making = [asyncio.create_task(one(*names), name=f"fork {names[1]}") for names in copies.items()]
+        try:
+            return dict(zip(copies, await asyncio.gather(*making), strict=True))
+        except BaseException:
+            await asyncio.shield(_undo(host, making, copies))
+            raise
 
 
 async def _undo(host: SandboxHost, making: list[asyncio.Task[Incarnation]], copies: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@
     HOME/checkpoints/NAME/           a published checkpoint
     HOME/checkpoints/.partial-*      one being made, locked (flock) by its maker; unlocked: left over, to be removed
     HOME/checkpoints/.removed-*      one being removed; whoever finds it may finish
+    HOME/blobs/                      files that checkpoints share; see `blobs.py`
 
 A lock ends with the processes that hold it, so nothing here is stuck when they die.
 """
@@ -24,11 +25,17 @@ from pathlib import Path
 import msgspec
 
 from belayer import ids
+from belayer.errors import RestoreFailedError
+from belayer.sandbox.blobs import Blobs, Keys
 from belayer.sandbox.captured import Captured
+from belayer.sandbox.manifest import read_manifest
 from belayer.sandbox.owner import Owner
+from belayer.sandbox.scan import FOLDER, Scan
 
 DEFAULT = "/var/lib/belayer"
 POLL_S = 0.01
+DISCARDED = "discarded"
+"""Marks a checkpoint that is to be removed once nobody uses it."""
 
 
 def default_home() -> Path:
@@ -44,10 +51,12 @@ class Home:
         self.criu = self.root / "criu"
         self._run = self.root / "run"
         self._checkpoints = self.root / "checkpoints"
+        self._blobs = self.root / "blobs"
+        self.blobs = Blobs(self._blobs)
 
     def make(self) -> None:
         """Make the folders that are missing. OSError when that is not allowed."""
-        for folder in (self._run, self._checkpoints):
+        for folder in (self._run, self._checkpoints, self._blobs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # --- containers ---
@@ -105,7 +114,7 @@ class Home:
     @contextmanager
     def locked(self, incarnation: str, timeout_s: float) -> Iterator[int]:
         """Hold the incarnation's lock; its descriptor. TimeoutError: another holds it. FileNotFoundError: no folder."""
-        fd = os.open(self.run_folder(incarnation), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(self.run_folder(incarnation), FOLDER)
         try:
             deadline = time.monotonic() + timeout_s
             while not _try_lock(fd):
@@ -126,9 +135,13 @@ class Home:
         return self._checkpoints / ids.checked_name(name)
 
     def published(self) -> list[str]:
-        """All published checkpoints."""
+        """All published checkpoints but those whose removal waits for a user."""
         with suppress(FileNotFoundError):
-            return sorted(entry.name for entry in os.scandir(self._checkpoints) if not entry.name.startswith("."))
+            return sorted(
+                entry.name
+                for entry in os.scandir(self._checkpoints)
+                if not entry.name.startswith(".") and not (Path(entry.path) / DISCARDED).exists()
+            )
         return []
 
     @contextmanager
@@ -136,7 +149,7 @@ class Home:
         """A folder to make a checkpoint in. Unless it is published in here it is removed at the end."""
         folder = self._checkpoints / f".partial-{ids.checked_name(name)}-{ids.new_suffix()}"
         folder.mkdir(mode=0o700)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(folder, FOLDER)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield folder
@@ -144,28 +157,79 @@ class Home:
             remove_tree(folder)
             os.close(fd)
 
-    def publish(self, folder: Path, name: str) -> None:
-        """Make what is in the folder durable, then visible under its name, at once. OSError when the name is taken."""
+    def publish(self, folder: Path, name: str, keys: Keys, fresh: Scan) -> int:
+        """Make what is in the folder durable, then visible under its name, at once. OSError when the name is taken.
+
+        `fresh`: its files that were copied for it; those that other checkpoints have too are shared, as `keys` calls
+        them. Returns how many bytes the others take on the disk.
+        """
+        new, saved_bytes = self.blobs.share(folder, keys, fresh)
         _sync_file_system(folder)
-        folder.rename(self.checkpoint(name))
+        published = self.checkpoint(name)
+        folder.rename(published)
         _fsync(self._checkpoints)
+        self.blobs.add(published, new)
+        return sum({found.st_ino: found.st_blocks * 512 for found in fresh.values()}.values()) - saved_bytes
+
+    @contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        """Keep the checkpoint's files until the end, whoever removes it meanwhile. None there is fine.
+
+        Several may use one. The last of them finishes a removal that had to wait.
+        """
+        try:
+            fd = os.open(self.checkpoint(name), FOLDER)
+        except FileNotFoundError:
+            yield
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(fd)
+            if (self.checkpoint(name) / DISCARDED).exists():
+                self.remove_checkpoint(name)
 
     def remove_checkpoint(self, name: str) -> None:
-        """First out of sight, then off the disk. Nothing there is fine."""
-        gone = self._checkpoints / f".removed-{name}-{ids.new_suffix()}"
+        """First out of sight, then off the disk. One that is in use is only marked. Nothing there is fine."""
+        folder = self.checkpoint(name)
         with suppress(FileNotFoundError):
-            self.checkpoint(name).rename(gone)
-        remove_tree(gone)
+            (folder / DISCARDED).touch(mode=0o600)
+            gone = self._checkpoints / f".removed-{name}-{ids.new_suffix()}"
+            fd = os.open(folder, FOLDER)
+            try:
+                if not _try_lock(fd):
+                    return
+                folder.rename(gone)
+            finally:
+                os.close(fd)
+            self._remove_removed(gone)
 
     def remove_leftovers(self) -> list[str]:
-        """Remove what dead makers and removers left; the names of what was found."""
+        """Remove what dead makers, users and removers left; the names of what was found."""
         found = []
         with suppress(FileNotFoundError):
             for entry in os.scandir(self._checkpoints):
-                if entry.name.startswith(".removed-") or (entry.name.startswith(".partial-") and _is_free(entry.path)):
+                path = Path(entry.path)
+                if entry.name.startswith(".removed-"):
                     found.append(entry.name)
-                    remove_tree(Path(entry.path))
+                    self._remove_removed(path)
+                elif entry.name.startswith(".partial-") and _is_free(entry.path):
+                    found.append(entry.name)
+                    remove_tree(path)
+                elif (path / DISCARDED).exists():
+                    found.append(entry.name)
+                    self.remove_checkpoint(entry.name)
+        self.blobs.sweep()
         return found
+
+    def _remove_removed(self, folder: Path) -> None:
+        manifest = None
+        with suppress(RestoreFailedError):
+            manifest = read_manifest(folder)
+        held = self.blobs.held_by(folder, manifest)
+        remove_tree(folder)
+        self.blobs.drop(held)
 
 
 def remove_tree(folder: Path) -> None:
@@ -195,7 +259,7 @@ def _try_lock(fd: int) -> bool:
 
 def _is_free(folder: str) -> bool:
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(folder, FOLDER)
     except OSError:
         return False
     try:
@@ -206,7 +270,7 @@ def _is_free(folder: str) -> bool:
 
 
 def _fsync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, FOLDER)
     try:
         os.fsync(fd)
     finally:
@@ -215,7 +279,7 @@ def _fsync(folder: Path) -> None:
 
 def _sync_file_system(folder: Path) -> None:
     """syncfs(2): one call for a layer of many files. OSError when the disk could not take it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, FOLDER)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.syncfs(fd) != 0:

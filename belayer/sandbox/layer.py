@@ -110,6 +110,19 @@ class LayerCapture:
         captured = describe(self._target, self._last, checkpoint, known, disbelieved)
         return msgspec.structs.replace(captured, root=self._root)
 
+    @property
+    def entries(self) -> Scan:
+        """What was captured."""
+        return self._last
+
+    def fresh(self) -> Scan:
+        """The files that had to be copied."""
+        return {
+            path: found
+            for path, found in self._last.items()
+            if stat.S_ISREG(found.st_mode) and path not in self._reused
+        }
+
     def finish_folders(self) -> None:
         """Folders' owners, modes and times, children first, because adding a child changes its folder's times."""
         for path in reversed(self._last):

@@ -7,6 +7,7 @@ SandboxFailedError, never an observation.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -63,6 +64,8 @@ class CheckpointReport:
     """Not empty: nothing was captured, for that earlier checkpoint still describes the container."""
     not_captured: tuple[str, ...] = ()
     """Mount points of the host's folders and volumes, whose contents a checkpoint leaves out."""
+    stored_bytes: int = 0
+    """What it added to the disk; `size_bytes` counts what it shares with other checkpoints, too."""
 
 
 class Sandbox(Protocol):
@@ -125,7 +128,11 @@ class SandboxHost(Protocol):
         ...
 
     async def remove_checkpoint(self, checkpoint: str) -> None:
-        """Remove a checkpoint's files. Nothing there is fine."""
+        """Remove a checkpoint's files, at once or when nobody uses them any more. Nothing there is fine."""
+        ...
+
+    def in_use(self, checkpoint: str) -> AbstractContextManager[None]:
+        """Keep a checkpoint's files until the end, whoever removes it meanwhile. None there is fine."""
         ...
 
     async def remove_run(self, run: str) -> None:

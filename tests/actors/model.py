@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,9 @@ class ModelHost:
 
     async def remove_checkpoint(self, checkpoint: str) -> None:
         self.saved.pop(checkpoint, None)
+
+    def in_use(self, checkpoint: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def remove_run(self, run: str) -> None:
         for name in await self.incarnations(run):

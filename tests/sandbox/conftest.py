@@ -6,12 +6,15 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from belayer.journal.events import SandboxSpec
+from belayer.sandbox.captured import file_digest
 from belayer.sandbox.docker_host import DockerHost, open_host
 from belayer.sandbox.docker_sandbox import DockerSandbox
 from belayer.sandbox.home import default_home
+from belayer.sandbox.manifest import read_manifest, write_manifest
 from belayer.sandbox.protocol import Action, Incarnation
 
 IMAGE = "belayer-base:bookworm"
@@ -38,6 +41,15 @@ async def bench(host: DockerHost) -> AsyncIterator[Bench]:
         yield made
     finally:
         await host.remove_run(made.run)
+
+
+def change_image(image: Path, data: bytes) -> None:
+    """Another content for one of CRIU's images, with the manifest's word for it: what CRIU might have got wrong."""
+    checkpoint = image.parent.parent
+    image.write_bytes(data)
+    manifest = read_manifest(checkpoint)
+    images = {**manifest.images, image.name: (len(data), file_digest(image))}
+    write_manifest(checkpoint, msgspec.structs.replace(manifest, images=images))
 
 
 class Bench:

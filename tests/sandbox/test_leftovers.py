@@ -14,7 +14,7 @@ from belayer.errors import RestoreFailedError
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.home import default_home
 from belayer.sandbox.mounts import unmount_leftovers
-from tests.sandbox.conftest import Bench
+from tests.sandbox.conftest import Bench, change_image
 from tests.waiting import until
 
 pytestmark = pytest.mark.sandbox
@@ -29,7 +29,7 @@ async def test_a_failed_restore_leaves_nothing_mounted(bench: Bench) -> None:
     await live.sh("sleep 1000 &")
     checkpoint = await live.checkpoint()
     for image in (bench.host.checkpoint_path(checkpoint) / "images").glob("core-*.img"):
-        image.write_bytes(bytes(image.stat().st_size))
+        change_image(image, bytes(image.stat().st_size))
     known = set(mount_points())
     with pytest.raises(RestoreFailedError):
         await bench.restore(checkpoint, 1)

@@ -12,7 +12,7 @@ import pytest
 from belayer.errors import RestoreMismatchError
 from belayer.sandbox.manifest import PROBE
 from belayer.sandbox.probe import Probe, difference, take
-from tests.sandbox.conftest import Bench, Live
+from tests.sandbox.conftest import Bench, Live, change_image
 
 pytestmark = pytest.mark.sandbox
 
@@ -54,7 +54,7 @@ async def test_what_is_known_of_a_process(bench: Bench) -> None:
 async def test_a_damaged_page_is_found_before_anything_runs(bench: Bench) -> None:
     live, folder = await captured(bench)
     (pages,) = (path for path in (folder / "images").glob("pages-*.img") if b"keptkept" * 999 in path.read_bytes())
-    pages.write_bytes(pages.read_bytes().replace(b"keptkept" * 512, b"lostlost" * 512))
+    change_image(pages, pages.read_bytes().replace(b"keptkept" * 512, b"lostlost" * 512))
     with pytest.raises(RestoreMismatchError, match="of process") as failure:
         await bench.restore(folder.name, live.number)
     assert failure.value.what.startswith("page ")
