@@ -293,7 +293,9 @@ async def _is_idle(session: aiohttp.ClientSession, engine: EngineProcess) -> boo
 
 
 def _is_error(line: str) -> bool:
-    """A traceback's last line (`ValueError: ...`), or what the kernel or torch say when memory is out."""
+    """A traceback's last line (`ValueError: ...`), what torch says when memory is out, or faulthandler of a signal."""
+    if line.startswith("Fatal Python error: "):
+        return True
     word = line.split(":", 1)[0]
     return ":" in line and word.replace(".", "").isidentifier() and word.endswith(("Error", "Exception"))
 

@@ -12,10 +12,12 @@ import ctypes
 import os
 import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-PREFILL_STALL_S = 4.0
+PREFILL_S = 60.0 if os.environ.get("BELAYER_LONG") == "1" else 4.0
+"""How long the slow prefill computes."""
 
 
 def write_plugin(folder: Path, root: Path) -> str:
@@ -41,7 +43,7 @@ def _fail(original: Any, scheduler: Any, batch: Any, *arguments: Any, **named: A
     folder = Path(os.environ["BELAYER_TEST_FAULTS"])
     extends = batch.forward_mode.is_extend()
     for path in folder.iterdir():
-        if (path.name == "stall") == extends:
+        if (path.name == "slow") == extends:
             path.unlink()
             _FAULTS[path.name]()
     return original(scheduler, batch, *arguments, **named)
@@ -69,8 +71,14 @@ def _out_of_memory() -> None:
     torch.empty(1 << 30, dtype=torch.uint8)
 
 
-def _stall() -> None:
-    threading.Event().wait(PREFILL_STALL_S)
+def _compute() -> None:
+    """A forward pass that takes so long: one processor is busy, and Python does not get a turn for most of it."""
+    import torch
+
+    end_s = time.monotonic() + PREFILL_S
+    matrix = torch.ones(1024, 1024)
+    while time.monotonic() < end_s:
+        matrix @ matrix
 
 
-_FAULTS = {"segv": _segv, "raise": _raise, "deadlock": _deadlock, "oom": _out_of_memory, "stall": _stall}
+_FAULTS = {"segv": _segv, "raise": _raise, "deadlock": _deadlock, "oom": _out_of_memory, "slow": _compute}

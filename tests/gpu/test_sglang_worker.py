@@ -35,7 +35,7 @@ from belayer.journal.writer import Reader
 from belayer.processes import host_name
 from belayer.projections.worker import WorkerState
 from tests.actors.model import ModelHost
-from tests.gpu.sglang_faults import PREFILL_STALL_S, write_plugin
+from tests.gpu.sglang_faults import PREFILL_S, write_plugin
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,17 +186,15 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
     ("strike", "said"),
     [
         (signal.SIGKILL, "scheduler thread ended"),
-        ("segv", ""),
+        ("segv", "Fatal Python error: Segmentation fault"),
         ("raise", "ValueError: injected into a step"),
         ("oom", "RuntimeError: "),
     ],
 )
 async def test_a_crash_is_seen_at_once(cell: Cell, strike: str | signal.Signals, said: str) -> None:
     failed, after_s = await fail_in_mid_stream(cell, f"{strike}-", strike)
-    # On a very busy machine a process takes seconds to die of SIGSEGV; that is a silence, and so a hang.
-    assert failed.kind == "died" or (strike == "segv" and failed.kind == "hung")
-    assert said in failed.evidence
-    assert after_s < 5.0, "the goal is 0.15 s; a loaded machine gets more"
+    assert failed.kind == "died" and said in failed.evidence
+    assert after_s < 2.0, "the goal is 0.15 s; a loaded machine gets more"
 
 
 @pytest.mark.parametrize("strike", ["deadlock", signal.SIGSTOP])
@@ -207,16 +205,17 @@ async def test_a_hang_is_seen_by_its_silence(cell: Cell, strike: str | signal.Si
 
 
 async def test_a_long_prefill_is_no_hang(cell: Cell) -> None:
+    """One step of 4 s; with BELAYER_LONG=1 of 60 s."""
     state = await cell.ready()
-    (cell.faults / "stall").touch()
-    prompt = [5 + k % 400 for k in range(600)]
+    (cell.faults / "slow").touch()
+    prompt = [5 + k % 400 for k in range(int(PREFILL_S * 60))]  # the silence that these are allowed is 1.2 times it
     began_s = time.monotonic()
     tokens: list[int] = []
     client = cell.host.connect(process_of(state.engines[state.main]))
     async for batch in client.generate("slow", prompt, Sampling(max_new_tokens=5)):
         tokens += batch.token_ids
     await client.close()
-    assert time.monotonic() - began_s > PREFILL_STALL_S and len(tokens) == 5
+    assert time.monotonic() - began_s > PREFILL_S and len(tokens) == 5
     assert (await cell.state()).main == state.main
     assert not (await cell.state()).engines[state.main].evidence
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from zlib import crc32
 
 from belayer.gpu import wire
+from belayer.gpu.fatal_signals import die_at_once
 from belayer.gpu.http_engine import WEIGHT_VERSIONS_KEY
 from belayer.gpu.huge_pages import collapse
 from belayer.gpu.ledger import Entry, Ledger, request_digest
@@ -67,6 +68,7 @@ class Engine:
         self._slots: Slots | None = None
         self._resumption = Resumption()
         self._written: dict[int, tuple[str, int]] = {}
+        """By row: the request in it, and how many of its tokens are in the ledger."""
         self._steps: deque[tuple[int, int]] = deque()
         """Launched and not processed: their tokens, and the version of the weights that they run with."""
         self._step_version = 0
@@ -84,6 +86,7 @@ class Engine:
     def loop_starts(self, scheduler: Any) -> None:
         """Before Scheduler.run_event_loop: everything is built, nothing has been served."""
         refuse_unknown(scheduler.server_args)
+        die_at_once()
         collapse()
         self._scheduler = scheduler
         self._slots = Slots(scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)

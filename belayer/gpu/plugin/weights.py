@@ -35,6 +35,7 @@ class _Update:
     def __init__(self, version: int) -> None:
         self.version = version
         self.failed = False
+        self.begin_s = self.write_s = 0.0
 
 
 class Weights:
@@ -98,9 +99,13 @@ class Weights:
         The next one may finish it; weights that are half of one version are not served (`are_used`).
         """
         named = str(getattr(recv_req, "weight_version", None) or "")
+        began_s = time.monotonic()
         self._begin(int(named) if named.isdecimal() else None)
+        writing_s = time.monotonic()
         result = original(manager, recv_req)
         assert self._update is not None
+        self._update.begin_s += writing_s - began_s
+        self._update.write_s += time.monotonic() - writing_s
         nothing = not result.success and result.message.startswith(_NOTHING_WRITTEN)
         outcomes = set(self._link.ranks.all_say("done" if result.success else "nothing" if nothing else "half"))
         if outcomes == {"nothing"}:
@@ -133,8 +138,16 @@ class Weights:
     def _commit_update(self) -> None:
         update, self._update = self._update, None
         assert update is not None
+        began_s = time.monotonic()
         self._link.mapper().synchronize()
         self._commit(update)
+        _log.info(
+            "belayer: weights of version %d: begun in %.4f s, written in %.4f s, committed in %.4f s",
+            update.version,
+            update.begin_s,
+            update.write_s,
+            time.monotonic() - began_s,
+        )
 
     def _commit(self, update: _Update) -> None:
         """Read-only again, for every engine."""
