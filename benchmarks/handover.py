@@ -15,6 +15,7 @@ Stages, each recorded as soon as it ends, whatever happens to the others:
     rearm    throughput of that main while a shadow starts
     update   new weights for that main: from tensors of another process and from disk, or with --trainer-device by
              broadcast from another device
+    pair     new weights for that main (or a fresh one) and for a plain SGLang beside it, in turns
     plain    SGLang without Belayer: cold start, throughput, and new weights if `update` was run
     cache    SGLang with its own weight cache: start
 
@@ -34,7 +35,7 @@ from benchmarks.handover_bench import Bench
 from benchmarks.handover_figures import headline
 from benchmarks.handover_kills import kills
 from benchmarks.handover_loads import Load, parse_kills
-from benchmarks.handover_stages import arena, cache, engine, plain, rearm, steady, update
+from benchmarks.handover_stages import arena, cache, engine, pair, plain, rearm, steady, update
 from benchmarks.sglang_shapes import SHAPES
 
 STAGES = {
@@ -43,6 +44,7 @@ STAGES = {
     "steady": steady,
     "rearm": rearm,
     "update": update,
+    "pair": pair,
     "plain": plain,
     "cache": cache,
 }

@@ -63,10 +63,12 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
     if "each" in plain and "each" in steady:
         ratio = round(steady["tokens_per_s"] / plain["tokens_per_s"], 4)
     ours, theirs = stages.get("update", {}), plain.get("update", {})
+    took_s = {how: (ours.get(f"{how}_s", []), theirs.get(f"{how}_s", [])) for how in ("tensor", "disk", "distributed")}
+    took_s |= {how: (pair["ours_s"], pair["plain_s"]) for how, pair in stages.get("pair", {}).items() if how in took_s}
     updates = {
-        how: round(statistics.median(ours[how][1:]) / statistics.median(theirs[how][1:]), 4)
-        for how in ("tensor_s", "disk_s", "distributed_s")
-        if how in ours and how in theirs
+        how: round(statistics.median(ours_s[1:]) / statistics.median(plain_s[1:]), 4)
+        for how, (ours_s, plain_s) in took_s.items()
+        if len(ours_s) > 1 and len(plain_s) > 1
     }
     adopted = [kind for name, kind in by_kind.items() if not name.startswith("refill")]
     return {
@@ -80,9 +82,9 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
         "cold_start_s": plain.get("cold_start_s"),
         "shadow_gpu_gb": kills.get("shadow_gpu_gb"),
         "throughput_ratio": ratio,
-        "weight_update_ratio": updates.get("tensor_s"),
-        "weight_update_from_disk_ratio": updates.get("disk_s"),
-        "weight_update_by_broadcast_ratio": updates.get("distributed_s"),
+        "weight_update_ratio": updates.get("tensor"),
+        "weight_update_from_disk_ratio": updates.get("disk"),
+        "weight_update_by_broadcast_ratio": updates.get("distributed"),
         "rearm_throughput_ratio": stages.get("rearm", {}).get("ratio"),
         "weight_cache_start_s": stages.get("cache", {}).get("start_s"),
         "equal": all(kind.get("equal_streams") == kind.get("equal_until_kill") for kind in adopted)

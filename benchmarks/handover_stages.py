@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import shlex
 import statistics
 import sys
 import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from belayer.gpu.protocol import EngineProcess
 from benchmarks.handover_bench import ROOT, Bench, gpu_processes
 from benchmarks.handover_figures import agreement, without_tokens
+
+_PAIRS = 7
+"""Updates of each engine and way; the first is not counted."""
 
 
 async def arena(bench: Bench, found: dict[str, Any]) -> None:
@@ -109,6 +116,70 @@ async def _give_weights(bench: Bench, engine: EngineProcess) -> dict[str, Any]:
         found["save_s"] = await trainer("--how", "save")
     found["disk_s"] = await trainer("--how", "disk", "--repeat", "6", "--version", "7")
     return found
+
+
+async def pair(bench: Bench, found: dict[str, Any]) -> None:
+    """Updates of a main and of a plain engine beside it, in turns, so that both see the same machine and file.
+
+    Starts what is not there; both must fit on the device. `cpu_s`: processor time of all of an engine's processes.
+    """
+    options = bench.options
+    if bench.main is None:
+        bench.start_memory()
+        bench.main = await bench.host.start("main", "main")
+    host = bench.make_host(None)
+    save = ["--shape", options.shape, "--device", options.device, "--folder", str(bench.work / "update")]
+    async with _trainer(bench, save) as ask:
+        _, other = await asyncio.gather(ask("-", "save"), host.start("plain", "main"))
+        await asyncio.to_thread(os.sync)
+        engines = [("ours", bench.main), ("plain", other)]
+        found |= {how: {"ours_s": [], "plain_s": [], "ours_cpu_s": [], "plain_cpu_s": []} for how in ("disk", "tensor")}
+        for number in range(_PAIRS):
+            for how in ("disk", "tensor"):
+                for name, engine in engines if number % 2 else reversed(engines):
+                    before_s = _session_cpu_s(engine.pid)
+                    took_s = (await ask(engine.address, how, "--version", str(1 + number)))["took_s"]
+                    found[how][f"{name}_s"] += took_s
+                    found[how][f"{name}_cpu_s"].append(round(_session_cpu_s(engine.pid) - before_s, 2))
+            bench.save()
+    await host.kill(other)
+
+
+@contextlib.asynccontextmanager
+async def _trainer(
+    bench: Bench, arguments: list[str]
+) -> AsyncGenerator[Callable[..., Coroutine[Any, Any, dict[str, Any]]]]:
+    """One trainer for many updates: `await ask(url, how, *more)` is what it answers."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.weight_sender",
+        cwd=ROOT, env=bench.environment(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    to, of = process.stdin, process.stdout
+
+    async def ask(url: str, how: str, *more: str) -> dict[str, Any]:
+        to.write(shlex.join([url, "--how", how, *arguments, *more]).encode() + b"\n")
+        answer = json.loads(await of.readline())
+        if "refused" in answer:
+            raise RuntimeError(answer["refused"])
+        return answer
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def _session_cpu_s(leader: int) -> float:
+    """Processor time so far of all processes in a session, proc(5)."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def cache(bench: Bench, found: dict[str, Any]) -> None:
