@@ -64,7 +64,7 @@ class Answer:
         self.text: Text | None = None
         """May be ahead of the tokens; `Text.between` gives what belongs to them."""
         self.resumes = 0
-        """How often the generation went on on another engine."""
+        """How often a token came from another engine than the one before it, both through this gateway."""
         self.finish: Finish | None = None
         self.failure: RefusedError | None = None
         self.is_open = False

@@ -74,6 +74,8 @@ class Run:
         """Given to the journal's client; not yet acknowledged."""
         self._task: asyncio.Task[None] | None = None
         self._given_up = ""
+        self._source = ""
+        """The incarnation that gave the last token."""
 
     def give_up(self, reason: str) -> None:
         """End the generation as aborted."""
@@ -158,7 +160,6 @@ class Run:
             offset = await self._kept(lambda route=route, before=before: _begun(trajectory, route, before))
             current = trajectory.state.generation
             assert current is not None and offset == len(answer.token_ids)
-            answer.resumes += last is not None
             request = f"{self.asked.rid}-g{current.number}-{offset}-{trajectory.state.sequence}"
             try:
                 kind = await self._stream(trajectory, route, request, _resumed(last, route, settings.adopts_kv))
@@ -182,6 +183,9 @@ class Run:
             while True:
                 begun = time.monotonic()
                 for batch in await flow.take():
+                    if batch.token_ids and self._source != route.incarnation:
+                        answer.resumes += self._source != ""
+                        self._source = route.incarnation
                     if (kind := await self._append(trajectory, batch)) is not None:
                         return kind
                 await self._keep_up(trajectory)
