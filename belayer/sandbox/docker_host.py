@@ -209,7 +209,8 @@ class DockerHost:
             raise RestoreFailedError(checkpoint, f"it holds action {manifest.action}, not {action}")
         await asyncio.to_thread(self._check_machine, manifest)
         await asyncio.to_thread(verify, folder, manifest)
-        await self.remove(incarnation)
+        if self._home.run_folder(checked_name(incarnation)).exists():  # its folder is there before a container is
+            await self.remove(incarnation)
         owner = Owner(run, trajectory, spec, manifest.image_digest, traits=manifest.traits)
         try:
             here = await self._from_spare(incarnation, owner, folder, manifest, action)
