@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from belayer.client import CHUNK_S, CHUNK_TOKENS, Trajectory
-from belayer.journal.connect import open_store
+from belayer.journal.connect import open_store, with_archive
 from belayer.projections.trajectory import Boundary, TrajectoryState
 
 T = TypeVar("T")
@@ -29,14 +29,25 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class BlockingJournal:
-    """A connection to the journal; `with BlockingJournal(url) as journal: journal.trajectory(name)`."""
+    """A connection to the journal; `with BlockingJournal(url) as journal: journal.trajectory(name)`.
 
-    def __init__(self, url: str | None = None, *, namespace: str = "default", durability: str = "everysec") -> None:
+    `archive`: where finished trajectories are, as `belayer actors --archive` has it; needed only to open these.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        namespace: str = "default",
+        durability: str = "everysec",
+        archive: str | None = None,
+    ) -> None:
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="belayer-journal", daemon=True)
         self._thread.start()
         try:
-            self._store = self.call(open_store(url, namespace=namespace, durability=durability))
+            store = self.call(open_store(url, namespace=namespace, durability=durability))
+            self._store = with_archive(store, archive, namespace)
         except BaseException:
             self._stop()
             raise

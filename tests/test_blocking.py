@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import pytest
 
 from belayer.blocking import BlockingJournal, new_event_loop
-from belayer.errors import JournalUnavailableError, ProtocolError
+from belayer.errors import ArchivedError, JournalUnavailableError, ProtocolError
 from belayer.projections.trajectory import Boundary
+from tests.cli.command import belayer
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -39,6 +41,19 @@ def test_errors_come_back_to_the_caller(redis_url: str, namespace: str) -> None:
             trajectory.append_tokens([1], [-0.5])
     with pytest.raises(JournalUnavailableError, match="is the server up"):
         BlockingJournal("unix:///nowhere/at/all.sock")
+
+
+def test_a_trajectory_that_is_in_the_archive_is_opened(redis_url: str, namespace: str, tmp_path: Path) -> None:
+    with BlockingJournal(redis_url, namespace=namespace, archive=str(tmp_path)) as journal:
+        with journal.trajectory("t") as trajectory:
+            trajectory.start("run", "task", [1, 2])
+            trajectory.finish("done")
+        archived = belayer("archive", "run", "--url", redis_url, "--namespace", namespace, "--archive", str(tmp_path))
+        assert archived.stdout == "archived 1 trajectories; 0 stay\n"
+        with journal.trajectory("t", writer="learner") as trajectory:
+            assert (trajectory.state.phase, trajectory.state.context()) == ("finished", [1, 2])
+    with BlockingJournal(redis_url, namespace=namespace) as journal, pytest.raises(ArchivedError):
+        journal.trajectory("t")
 
 
 @pytest.mark.parametrize("installed", [True, False])

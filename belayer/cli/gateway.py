@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from belayer.cli.options import ArchiveUrl, Namespace, Url, with_archive
+from belayer.cli.options import ArchiveUrl, Namespace, Url
 from belayer.errors import InputError
 from belayer.gpu.gateway.settings import Settings
 
@@ -168,7 +168,7 @@ async def _run(
 ) -> None:
     from belayer.actors.reports import report_engine_failure
     from belayer.gpu.gateway.server import serving
-    from belayer.journal.connect import open_store
+    from belayer.journal.connect import open_store, with_archive
 
     if not url:
         raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")

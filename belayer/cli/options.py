@@ -41,7 +41,7 @@ async def open_journal(url: str | None, namespace: str, archive: str | None = No
 
     InputError when they name no journal; JournalUnavailableError after 10 s.
     """
-    from belayer.journal.connect import open_store
+    from belayer.journal.connect import open_store, with_archive
 
     if not url:
         raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")
@@ -50,16 +50,6 @@ async def open_journal(url: str | None, namespace: str, archive: str | None = No
         yield with_archive(store, archive, namespace)
     finally:
         await store.close()
-
-
-def with_archive(store: JournalStore, archive: str | None, namespace: str) -> JournalStore:
-    """The store, read across the archive when one is named."""
-    if not archive:
-        return store
-    from belayer.journal.archive import open_archive
-    from belayer.journal.archived_store import ArchivedStore
-
-    return ArchivedStore(store, open_archive(archive, namespace))
 
 
 async def find_streams(store: JournalStore, wanted: Sequence[str]) -> list[StreamId]:

@@ -23,6 +23,7 @@ from belayer.journal.redis_store import RedisStore
 from belayer.journal.route import Routes, parse_routes
 from belayer.journal.sealing import keyring_of
 from belayer.journal.server import REPLY_S
+from belayer.journal.store import JournalStore
 
 S = TypeVar("S", bound=RedisStore)
 URL_VARIABLE = "BELAYER_JOURNAL_URL"
@@ -78,6 +79,16 @@ async def open_store(
         store = await started(server.url, _OwningStore)
         store.owned = stack.pop_all()
     return store
+
+
+def with_archive(store: JournalStore, archive: str | None, namespace: str) -> JournalStore:
+    """The store, read across the archive when one is named. ArchiveError, InputError when that cannot be opened."""
+    if not archive:
+        return store
+    from belayer.journal.archive import open_archive
+    from belayer.journal.archived_store import ArchivedStore
+
+    return ArchivedStore(store, open_archive(archive, namespace))
 
 
 async def _shards(routes: Routes, namespace: str, timeout_s: float) -> int:
