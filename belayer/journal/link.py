@@ -35,29 +35,57 @@ class LinkLostError(Exception):
 
 
 class _Wire(asyncio.Protocol):
-    """Gives the replies, in order, to those who wait for them: so many to the first, so many to the next."""
+    """Gives the replies, in order, to those who wait for them: so many to the first, so many to the next.
 
-    def __init__(self) -> None:
+    One timer watches over all of them: `asyncio.timeout` for each costs more than what it watches over.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._reader = hiredis.Reader(notEnoughData=Ellipsis)
         self._replies: list[Reply] = []
-        self._waiting: deque[tuple[int, asyncio.Future[list[Reply]]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[list[Reply]], float, float]] = deque()
+        """How many replies, for whom, until when (the loop's time), which is after how many seconds."""
+        self._watch: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self.lost: str | None = None
 
-    def send(self, data: bytes, replies: int) -> asyncio.Future[list[Reply]]:
-        """Send commands; their replies."""
+    def send(self, data: bytes, replies: int, timeout_s: float) -> asyncio.Future[list[Reply]]:
+        """Send commands; their replies. Without them in time the wire is lost."""
         assert self._transport is not None
-        complete: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((replies, complete))
+        complete: asyncio.Future[list[Reply]] = self._loop.create_future()
+        deadline = self._loop.time() + timeout_s
+        self._waiting.append((replies, complete, deadline, timeout_s))
+        self._watch_until(deadline)
         self._transport.write(data)
         return complete
+
+    def _watch_until(self, deadline: float) -> None:
+        if self._watch is None or deadline < self._watch.when():
+            if self._watch is not None:
+                self._watch.cancel()
+            self._watch = self._loop.call_at(deadline, self._look_at_deadlines)
+
+    def _look_at_deadlines(self) -> None:
+        self._watch = None
+        now = self._loop.time()
+        waiting = [(deadline, timeout_s) for _, complete, deadline, timeout_s in self._waiting if not complete.done()]
+        for deadline, timeout_s in waiting:
+            if deadline <= now:
+                self.lose(f"no reply within {timeout_s:.1f} s")
+                return
+        if waiting:
+            self._watch_until(min(deadline for deadline, _ in waiting))
 
     def lose(self, cause: str) -> None:
         """Close for good."""
         self.lost = self.lost or cause
         if self._transport is not None:
             self._transport.abort()
-        for _, complete in self._waiting:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        for _, complete, _, _ in self._waiting:
             if not complete.done():
                 complete.set_exception(LinkLostError(self.lost))
         self._waiting.clear()
@@ -78,7 +106,7 @@ class _Wire(asyncio.Protocol):
                     self.lose("the server sent more replies than there were commands")
                     return
                 if len(replies) == waiting[0][0]:
-                    _, complete = waiting.popleft()
+                    complete = waiting.popleft()[1]
                     if not complete.done():
                         complete.set_result(replies)
                     replies = self._replies = []
@@ -103,9 +131,11 @@ class Link:
         try:
             async with asyncio.timeout(timeout_s):
                 if address.socket_path is not None:
-                    _, wire = await loop.create_unix_connection(_Wire, address.socket_path)
+                    _, wire = await loop.create_unix_connection(lambda: _Wire(loop), address.socket_path)
                 else:
-                    _, wire = await loop.create_connection(_Wire, address.host, address.port, ssl=address.tls)
+                    _, wire = await loop.create_connection(
+                        lambda: _Wire(loop), address.host, address.port, ssl=address.tls
+                    )
         except TimeoutError:
             raise LinkLostError(f"no connection within {timeout_s:.1f} s") from None
         except OSError as error:
@@ -149,13 +179,7 @@ class Link:
             raise LinkLostError(self._wire.lost)
         if not replies:
             return []
-        complete = self._wire.send(b"".join(packed), replies)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await complete
-        except TimeoutError:
-            self._wire.lose(f"no reply within {timeout_s:.1f} s")
-            raise LinkLostError(f"no reply within {timeout_s:.1f} s") from None
+        return await self._wire.send(b"".join(packed), replies, timeout_s)
 
     def close(self) -> None:
         self._wire.lose("closed")
