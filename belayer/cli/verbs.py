@@ -26,6 +26,8 @@ VERBS = {
     "export": "Copy streams to a file that needs no server.",
     "archive": "List, fill, verify and prune the archive of finished trajectories.",
     "restore": "Bring one trajectory's sandbox back now.",
+    "checkpoints": "List this host's checkpoints: what they take, what they share, why they are kept.",
+    "fork": "Make running copies of a checkpoint.",
     "actors": "Run detector, checkpointer, recovery and reaper on this host.",
     "memory": "Run a device's memory server, or say how it is.",
     "shadow": "Arm a standby for a worker, and say what it costs.",

@@ -12,18 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from belayer.actors.checkpointer import Checkpointer
-from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
+from belayer.actors.sandboxes import incarnation_of, look
 from belayer.cli.restore import restore
 from belayer.client import Trajectory
 from belayer.errors import InputError, UnknownStreamError
-from belayer.ids import trajectory as trajectory_stream
 from belayer.journal.redis_store import RedisStore
-from belayer.journal.store import Notice
-from belayer.processes import host_name, wait_exit
+from belayer.processes import wait_exit
 from belayer.sandbox.docker_host import DockerHost, open_host
 from belayer.sandbox.protocol import Action
-from tests.actors.test_real import SPEC
+from tests.cli.rollout import begin
 
 app = typer.Typer()
 app.command()(restore)
@@ -51,19 +48,9 @@ async def test_a_dead_container_is_restored_and_the_cost_is_said_first(
     redis_store: RedisStore, redis_url: str, namespace: str, host: DockerHost
 ) -> None:
     name = f"t-{namespace}"
-    box = await create_sandbox(redis_store, host, f"run-{namespace}", name, SPEC, "test")
+    box = await begin(redis_store, host, f"run-{namespace}", name, "echo kept > file")
     assert box.container is not None
     async with await Trajectory.open(redis_store, name) as t:
-        await t.start(f"run-{namespace}", "task", [1])
-        await t.begin_generation()
-        await t.append_tokens([7, 8], [0.0, 0.0])
-        await t.finish_generation("stop")
-        await t.start_action("echo kept > file", 30.0, box.incarnation)
-        async with await host.attach(incarnation_of(box.container)) as sandbox:
-            seen = await sandbox.run(Action(1, "echo kept > file"))
-        await t.commit_action(seen.exit_status, [], b"", seen.duration_s)
-        actor = Checkpointer(redis_store, host, host_name(), "test")
-        await actor.handle(Notice(trajectory_stream(name), "action-committed", ""))
         await t.begin_generation()
         await t.append_tokens([9, 10, 11], [0.0] * 3)
         await t.finish_generation("stop")
