@@ -92,6 +92,8 @@ class Ledger:
         for word, field, expected in expectations:
             if self._header[word] != expected:
                 raise GeometryMismatchError("ledger", field, self._header[word], expected)
+        self._reserve_due: tuple[int, int] | None = None
+        """How many slots are reserved once so many steps have ended."""
 
     @property
     def bell(self) -> Bell:
@@ -109,6 +111,7 @@ class Ledger:
         """Start writing under a lease, in the thread whose death the bell shall tell of."""
         header = self._header
         header[_W_SERVING] = header[_W_RESERVED] = 0
+        self._reserve_due = None
         header[_W_STEPS_BEGUN] = header[_W_STEPS_ENDED] = header[_W_TOKENS_IN_FLIGHT] = 0
         header[_W_EPOCH] = epoch
         self.bell.arm()
@@ -137,12 +140,22 @@ class Ledger:
         header[_W_STEPS_ENDED] += 1
         header[_W_TOKENS_IN_FLIGHT] -= tokens
         header[_W_BEAT_NS] = time.monotonic_ns()
+        self._say_reserve()
 
     def reserve(self, slots: Sequence[int]) -> None:
-        """These slots are never written by this holder: the next one may use them before this one is dead."""
+        """These slots are not written by this holder any more: the next one may use them before this one is dead.
+
+        Said once the steps that are in flight now have ended. SGLang frees a finished request's slots while a step that
+        writes to the last of them may still run, so one that has just been taken aside may be such a slot.
+        """
         self._header[_W_RESERVED] = 0
         self._reserve[: len(slots)] = array("q", slots)
-        self._header[_W_RESERVED] = len(slots)
+        self._reserve_due = len(slots), self._header[_W_STEPS_BEGUN]
+        self._say_reserve()
+
+    def _say_reserve(self) -> None:
+        if self._reserve_due is not None and self._header[_W_STEPS_ENDED] >= self._reserve_due[1]:
+            self._header[_W_RESERVED], self._reserve_due = self._reserve_due[0], None
 
     def write(self, row: int, request: int, start: int, token_ids: Sequence[int], weight_version: int) -> None:
         """The row's tokens from `start` on are these; with `start` 0 it is a new request's."""
@@ -191,7 +204,7 @@ class Ledger:
         )
 
     def reserved(self, epoch: int) -> array[int]:
-        """The slots that the epoch's holder never writes."""
+        """The slots that the epoch's holder does not write."""
         count = self._header[_W_RESERVED] if self.epoch == epoch else 0
         slots = array("q")
         slots.frombytes(self._reserve[:count].tobytes())

@@ -102,6 +102,25 @@ def test_another_process_reads_it_and_cannot_write_it() -> None:
     os.close(fd)
 
 
+def test_a_reserve_counts_once_the_steps_in_flight_have_ended() -> None:
+    """They may write to slots that were freed, and so could be set aside, while they run."""
+    fd, writer = make()
+    writer.begin(1)
+    writer.begin_step(4)
+    writer.begin_step(4)
+    writer.reserve([100, 101])
+    writer.begin_step(4)
+    writer.end_step(4)
+    assert list(writer.reserved(1)) == []
+    writer.end_step(4)
+    assert list(writer.reserved(1)) == [100, 101]
+    writer.reserve([100])
+    assert list(writer.reserved(1)) == [], "the third step began before it was set aside"
+    writer.end_step(4)
+    assert list(writer.reserved(1)) == [100]
+    os.close(fd)
+
+
 def test_another_shape_is_refused() -> None:
     fd, _ = make()
     with pytest.raises(GeometryMismatchError, match="width"):

@@ -12,7 +12,12 @@ from belayer.gpu.plugin.known import refuse_unknown
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("disaggregation_mode", "decode"), ("enable_hierarchical_cache", True), ("speculative_algorithm", "EAGLE")],
+    [
+        ("disaggregation_mode", "decode"),
+        ("enable_hierarchical_cache", True),
+        ("speculative_algorithm", "EAGLE"),
+        ("enable_pdmux", True),
+    ],
 )
 def test_what_lets_others_write_is_refused(option: str, value: object) -> None:
     with pytest.raises(UnsupportedEngineError, match=f"{option} is {value}"):

@@ -24,7 +24,7 @@ from belayer.gpu import wire
 from belayer.gpu.fatal_signals import die_at_once
 from belayer.gpu.http_engine import WEIGHT_VERSIONS_KEY
 from belayer.gpu.huge_pages import collapse
-from belayer.gpu.ledger import Entry, Ledger, request_digest
+from belayer.gpu.ledger import Entry, Ledger
 from belayer.gpu.plugin.adoption import Adopted, adopt
 from belayer.gpu.plugin.cache import Cache
 from belayer.gpu.plugin.known import refuse_unknown
@@ -33,6 +33,7 @@ from belayer.gpu.plugin.orders import Orders
 from belayer.gpu.plugin.ranks import Claim, Lead, agree
 from belayer.gpu.plugin.rehearsal import rehearse
 from belayer.gpu.plugin.resume import Resumption
+from belayer.gpu.plugin.rows import Rows
 from belayer.gpu.plugin.slots import Slots
 from belayer.gpu.plugin.weights import Weights
 
@@ -67,8 +68,7 @@ class Engine:
         self._ledger: Ledger | None = None
         self._slots: Slots | None = None
         self._resumption = Resumption()
-        self._written: dict[int, tuple[str, int]] = {}
-        """By row: the request in it, and how many of its tokens are in the ledger."""
+        self._rows = Rows()
         self._steps: deque[tuple[int, int]] = deque()
         """Launched and not processed: their tokens, and the version of the weights that they run with."""
         self._step_version = 0
@@ -293,33 +293,14 @@ class Engine:
             self._ledger.end_step(self._steps.popleft()[0] if self._steps else 0)
 
     def tokens_go_out(self, streamer: Any, requests: list[Any], *_: Any, **__: Any) -> None:
-        """Before the output streamer: the tokens are sampled, so the KV before them is complete.
-
-        Only after decode steps: after a prefill the device may still have to move a row's slots (SGLang merges equal
-        prefixes then), and by the next decode step it has.
-        """
+        """Before the output streamer: the tokens are sampled."""
         self._say_versions(requests)
-        ledger = self._ledger
-        if ledger is None or not self._decoding:
+        if self._ledger is None or not self._decoding:
             return
         if self._served_s:
             self._say_soon(f"tokens of {len(requests)}")
             self._served_s = 0.0
-        written, version = self._written, self._step_version
-        for request in requests:
-            row, output = request.req_pool_idx, request.output_ids
-            if row is None or not output or request.extra_key is not None:
-                continue
-            prompt = request.origin_input_ids
-            total = len(prompt) + len(output)
-            if total > ledger.width:
-                continue
-            known = written.get(row)
-            if known is None or known[0] != request.rid:
-                ledger.write(row, request_digest(request.rid), 0, prompt + output, version)
-            elif known[1] < total:
-                ledger.write(row, request_digest(request.rid), known[1], output[known[1] - len(prompt) :], version)
-            written[row] = (request.rid, total)
+        self._rows.decoded(self._ledger, requests, self._step_version)
 
     def _say_versions(self, requests: list[Any]) -> None:
         """Each token goes out with the version of the weights that it came from (in its request's meta_info)."""
@@ -337,14 +318,12 @@ class Engine:
         """Before ReqToTokenPool.free: from here on the row's slots may be given to another request."""
         row = request.req_pool_idx
         if self._ledger is not None and row is not None:
-            self._ledger.invalidate(row)
-            self._written.pop(row, None)
+            self._rows.freed(self._ledger, row)
 
     def rows_cleared(self, pool: Any) -> None:
         """Before ReqToTokenPool.clear."""
         if self._ledger is not None:
-            self._ledger.invalidate_all()
-            self._written.clear()
+            self._rows.cleared(self._ledger)
 
     # --- the rest -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 A handover is safe because only the scheduler's thread launches work that writes there, and only into slots that it
 has allocated. Threads that move KV between memories, network cards that write it, draft models with a cache of their
-own and pipelines are unknown to the ledger and to the quarantine.
+own, pipelines, and a prefill that runs beside the decode steps in a CUDA stream of its own (pdmux), are unknown to
+the ledger and to the quarantine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _KNOWN: dict[str, tuple[object, ...]] = {
     "enable_unified_memory": (None, False),
     "speculative_algorithm": (None,),
     "pp_size": (None, 1),
+    "enable_pdmux": (None, False),
+    "enable_hisparse": (None, False),
     "enable_dp_attention": (None, False),
 }
 
