@@ -13,18 +13,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from belayer.gpu.sglang_cpu import QWEN3
+
 _END_TOKEN = 2
 _COMMON = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
+    **QWEN3,
     "max_position_embeddings": 40960,
-    "use_cache": True,
-    "use_sliding_window": False,
     "initializer_range": 0.02,
     "bos_token_id": 1,
     "eos_token_id": _END_TOKEN,

@@ -14,12 +14,25 @@ import os
 import struct
 import sys
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 
 from belayer.errors import InputError
 
 PYTHON_VARIABLE = "BELAYER_SGLANG_PYTHON"
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+QWEN3: Mapping[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+"""What every size of that model has in its config.json."""
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FEED_FORWARD = 2, 64, 4, 2, 16, 128
 _EMBEDDING_SCALE = 0.25
 """Small enough that a token does not repeat itself."""
@@ -56,16 +69,8 @@ def write_model(folder: Path, *, vocabulary: int, context: int) -> Path:
     """A model folder as SGLang loads it: config.json and model.safetensors. `context`: its most tokens a request."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
+        **QWEN3,
         "max_position_embeddings": context,
-        "use_cache": True,
-        "use_sliding_window": False,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "hidden_size": _HIDDEN,

@@ -21,6 +21,7 @@ from belayer.journal.events import FailureDetected
 from belayer.journal.export import read_export
 from belayer.sandbox.docker_host import DockerHost, open_host
 from replay.audit import audit
+from tests.command_lines import command_lines
 from tests.waiting import until
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.chaos]
@@ -136,23 +137,13 @@ async def test_an_interrupted_demo_leaves_nothing_behind(
     await until(lambda: not _helpers_of(run, temporary), 20.0, "the end of actors and engines")
 
 
-def _command_lines() -> Iterator[tuple[int, list[str]]]:
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            yield int(folder.name), words
-
-
 def _runs_of(owner: int) -> list[str]:
     """The run that the demo's actors were started for."""
-    owned = [words for _, words in _command_lines() if "--run" in words and str(owner) in words]
+    owned = [words for _, words in command_lines() if "--run" in words and str(owner) in words]
     return sorted({words[words.index("--run") + 1] for words in owned})
 
 
 def _helpers_of(run: str, temporary: Path) -> list[str]:
     """Actors, engines and servers of the run that still live."""
-    lines = [" ".join(words) for pid, words in _command_lines() if pid != os.getpid()]
+    lines = [" ".join(words) for pid, words in command_lines() if pid != os.getpid()]
     return [line for line in lines if run in line or str(temporary / "belayer-demo-") in line]

@@ -35,6 +35,7 @@ from belayer.journal.writer import Reader
 from belayer.processes import host_name
 from belayer.projections.worker import WorkerState
 from tests.actors.model import ModelHost
+from tests.command_lines import command_lines
 from tests.gpu.sglang_faults import PREFILL_S, write_plugin
 from tests.waiting import until
 
@@ -245,12 +246,7 @@ async def test_without_its_memory_server_a_main_serves_on_and_is_replaced_when_i
 
 def _server_pid(cell: Cell) -> int:
     """The process that listens on the memory server's socket."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if "belayer.gpu.memory_main" in words and str(cell.memory.socket) in words:
-                return int(folder.name)
+    for pid, words in command_lines():
+        if "belayer.gpu.memory_main" in words and str(cell.memory.socket) in words:
+            return pid
     raise AssertionError("no memory server runs")

@@ -7,20 +7,10 @@ from typing import Any
 
 import msgspec
 
+from belayer.gpu.gateway import request
 from belayer.gpu.gateway.answer import Answer, Part
 from belayer.gpu.gateway.errors import wrong
-from belayer.gpu.gateway.request import (
-    Asked,
-    Count,
-    Form,
-    Positive,
-    Texts,
-    TokenId,
-    only_neutral,
-    request_id,
-    stop_strings,
-    trajectory_name,
-)
+from belayer.gpu.gateway.request import Asked, Count, Form, Positive, Texts, TokenId, only_neutral
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -102,23 +92,17 @@ def asked(body: bytes, headers: Mapping[str, str], offset: int) -> tuple[Asked, 
     only_neutral("sampling_params.", {name: getattr(sampling, name) for name in _SAMPLING_REFUSED})
     if (given.input_ids is None) == (given.text is None):
         raise wrong("give either input_ids (a list of token ids) or text, for one request; lists of them are not taken")
-    request = Asked(
-        rid=request_id(given.rid, headers.get("X-Request-Id")),
-        trajectory=trajectory_name(given.trajectory or headers.get("X-Belayer-Trajectory")),
-        task=given.task,
-        prompt=given.input_ids or [],
+    made = request.asked(
+        given,
+        sampling,
+        headers,
+        prompt=given.input_ids,
         text=given.text,
-        adds_special_tokens=True,
         max_new_tokens=sampling.max_new_tokens,
-        min_new_tokens=sampling.min_new_tokens or 0,
-        temperature=1.0 if sampling.temperature is None else sampling.temperature,
-        stop_token_ids=tuple(sorted(set(sampling.stop_token_ids or ()))),
+        min_new_tokens=sampling.min_new_tokens,
         others={name: value for name in _PASSED if (value := getattr(sampling, name)) is not None},
-        stops=stop_strings(sampling.stop),
-        trims_stops=not sampling.no_stop_trim,
-        skips_special_tokens=sampling.skip_special_tokens is not False,
     )
-    return request, Form(bool(given.stream), bool(given.return_logprob), offset)
+    return made, Form(bool(given.stream), bool(given.return_logprob), offset)
 
 
 def event(answer: Answer, form: Form, part: Part) -> dict[str, Any]:

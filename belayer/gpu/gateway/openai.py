@@ -10,20 +10,10 @@ from typing import Any
 
 import msgspec
 
+from belayer.gpu.gateway import request
 from belayer.gpu.gateway.answer import Answer, Part
 from belayer.gpu.gateway.errors import wrong
-from belayer.gpu.gateway.request import (
-    Asked,
-    Count,
-    Form,
-    Positive,
-    Texts,
-    TokenId,
-    only_neutral,
-    request_id,
-    stop_strings,
-    trajectory_name,
-)
+from belayer.gpu.gateway.request import Asked, Count, Form, Positive, Texts, TokenId, only_neutral
 from belayer.gpu.gateway.text import Tokenizer
 
 
@@ -48,8 +38,8 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     stop: Texts = None
     stop_token_ids: list[TokenId] | None = None
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
+    no_stop_trim: bool | None = False
+    skip_special_tokens: bool | None = True
     rid: str | None = None
     trajectory: str | None = None
     task: str = ""
@@ -98,10 +88,9 @@ def asked_completion(body: bytes, headers: Mapping[str, str], offset: int) -> tu
     given = _decoded(body, CompletionBody, _REFUSED + _REFUSED_COMPLETION)
     if given.logprobs is not None and given.logprobs > 1:
         raise wrong(f"logprobs={given.logprobs}: the journal keeps those of the tokens that were chosen; give 0 or 1")
-    text = given.prompt if isinstance(given.prompt, str) else None
-    prompt = [] if isinstance(given.prompt, str) else given.prompt
-    request = _asked(given, headers, prompt, text, True, given.max_tokens)
-    return request, _form(given, given.logprobs is not None, offset, "completion")
+    prompt = {"text" if isinstance(given.prompt, str) else "prompt": given.prompt}
+    made = _asked(given, headers, given.max_tokens, **prompt)
+    return made, _form(given, given.logprobs is not None, offset, "completion")
 
 
 def asked_chat(body: bytes, headers: Mapping[str, str], offset: int, tokenizer: Tokenizer | None) -> tuple[Asked, Form]:
@@ -111,7 +100,8 @@ def asked_chat(body: bytes, headers: Mapping[str, str], offset: int, tokenizer: 
         raise wrong("response_format: a grammar cannot be kept when an engine is replaced; leave it out")
     text = need(tokenizer).chat(given.messages, given.chat_template_kwargs or {})
     limit = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
-    return _asked(given, headers, [], text, False, limit), _form(given, bool(given.logprobs), offset, "chat")
+    made = _asked(given, headers, limit, text=text, adds_special_tokens=False)
+    return made, _form(given, bool(given.logprobs), offset, "chat")
 
 
 def need(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -130,32 +120,12 @@ def _decoded(body: bytes, kind: type[Any], refused: tuple[str, ...]) -> Any:
     return given
 
 
-def _asked(
-    given: Common,
-    headers: Mapping[str, str],
-    prompt: list[int],
-    text: str | None,
-    adds_special_tokens: bool,
-    max_tokens: int | None,
-) -> Asked:
+def _asked(given: Common, headers: Mapping[str, str], max_tokens: int | None, **prompt: Any) -> Asked:
     others = {name: value for name in _PASSED if (value := getattr(given, name)) is not None}
     if given.seed is not None:
         others["sampling_seed"] = given.seed
-    return Asked(
-        rid=request_id(given.rid, headers.get("X-Request-Id")),
-        trajectory=trajectory_name(given.trajectory or headers.get("X-Belayer-Trajectory")),
-        task=given.task,
-        prompt=prompt,
-        text=text,
-        adds_special_tokens=adds_special_tokens,
-        max_new_tokens=max_tokens,
-        min_new_tokens=given.min_tokens,
-        temperature=1.0 if given.temperature is None else given.temperature,
-        stop_token_ids=tuple(sorted(set(given.stop_token_ids or ()))),
-        others=others,
-        stops=stop_strings(given.stop),
-        trims_stops=not given.no_stop_trim,
-        skips_special_tokens=given.skip_special_tokens,
+    return request.asked(
+        given, given, headers, max_new_tokens=max_tokens, min_new_tokens=given.min_tokens, others=others, **prompt
     )
 
 

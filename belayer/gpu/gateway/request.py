@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -112,19 +112,59 @@ def only_neutral(what: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def stop_strings(stop: Texts) -> tuple[str, ...]:
+def _stop_strings(stop: Texts) -> tuple[str, ...]:
     """The stop strings, without empty ones."""
     return tuple(text for text in ([stop] if isinstance(stop, str) else stop or []) if text)
 
 
-def request_id(given: str | None, header: str | None) -> str:
-    """The request's id: the body's, else the header's, else a new one. It names a trajectory, so it must be a name."""
-    return _name("rid", given or header or f"r-{new_suffix()}{new_suffix()}")
+class Named(Protocol):
+    """The part of a request's body that says what the request is."""
+
+    rid: str | None
+    trajectory: str | None
+    task: str
 
 
-def trajectory_name(given: str | None) -> str:
-    """The trajectory that the request belongs to; empty when none is named."""
-    return _name("X-Belayer-Trajectory", given) if given else ""
+class Sampled(Protocol):
+    """The part that says how tokens are chosen, and when they end."""
+
+    temperature: float | None
+    stop: Texts
+    stop_token_ids: list[TokenId] | None
+    no_stop_trim: bool | None
+    skip_special_tokens: bool | None
+
+
+def asked(
+    given: Named,
+    sampling: Sampled,
+    headers: Mapping[str, str],
+    *,
+    prompt: list[int] | None = None,
+    text: str | None = None,
+    adds_special_tokens: bool = True,
+    max_new_tokens: int | None,
+    min_new_tokens: int | None,
+    others: Mapping[str, object],
+) -> Asked:
+    """The request. Its id (the body's, else the header's, else a new one) names a trajectory, so it must be a name."""
+    trajectory = given.trajectory or headers.get("X-Belayer-Trajectory")
+    return Asked(
+        rid=_name("rid", given.rid or headers.get("X-Request-Id") or f"r-{new_suffix()}{new_suffix()}"),
+        trajectory=_name("X-Belayer-Trajectory", trajectory) if trajectory else "",
+        task=given.task,
+        prompt=prompt or [],
+        text=text,
+        adds_special_tokens=adds_special_tokens,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens or 0,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        stop_token_ids=tuple(sorted(set(sampling.stop_token_ids or ()))),
+        others=others,
+        stops=_stop_strings(sampling.stop),
+        trims_stops=not sampling.no_stop_trim,
+        skips_special_tokens=sampling.skip_special_tokens is not False,
+    )
 
 
 def _name(what: str, value: str) -> str:
