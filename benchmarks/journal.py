@@ -39,8 +39,6 @@ from benchmarks.journal_loads import (
     bodies_of,
     closed_loop,
     lost_and_doubled,
-    offered,
-    pings,
     quantile,
     raw_xadd,
     raw_xadd_asyncio,
@@ -48,6 +46,7 @@ from benchmarks.journal_loads import (
     rollouts,
     take_over_all,
 )
+from benchmarks.journal_offered import offered, pings, raw_offered
 from benchmarks.journal_parts import parts
 from benchmarks.journal_reading import LENGTHS, resume
 
@@ -173,9 +172,11 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
 
 
 async def offer(per_s: int, tokens: int, seconds: float, rounds: int, tally: Tally) -> Any:
-    """One row: latency under an offered load in mode everysec. The round with the median p99 counts."""
-    runs: list[Measured] = []
-    floors: dict[int, float] = {}
+    """One row: latency under an offered load in mode everysec, ours and raw XADD's in turn on the same server.
+
+    The round with the median p99 of ours counts.
+    """
+    runs: list[tuple[Measured, Measured, dict[str, Any]]] = []
     for seed in range(rounds):
         async with fresh_server(Durability.EVERYSEC) as server:
             store = await open_store(server.url)
@@ -184,20 +185,26 @@ async def offer(per_s: int, tokens: int, seconds: float, rounds: int, tally: Tal
             pinging = asyncio.create_task(pings(pinged := Server(parse_routes(server.url).of(b""), 30.0), 0.005))
             run = await offered(writers, Chunks(tokens), per_s, seconds, seed)
             pinging.cancel()
-            floors[id(run)] = quantile(await pinging, 0.99) * 1e3
+            floor = quantile(await pinging, 0.99) * 1e3
             pinged.close()
-            runs.append(run)
-            tally.add(await lost_and_doubled(store, writers, runs[-1].chunks + len(writers)), runs[-1].chunks)
+            tally.add(await lost_and_doubled(store, writers, run.chunks + len(writers)), run.chunks)
+            bodies = bodies_of(await store.read(writers[0].stream, 1))
             await store.close()
-    runs.sort(key=lambda run: run.latency_ms(0.99))
-    middle = runs[len(runs) // 2]
+            plain = (server.url, bodies, OFFERED_TRAJECTORIES, per_s, seconds, seed, "raw")
+            raw = await asyncio.to_thread(raw_offered, *plain)
+            delayed = parse_info(await ask(server.url, "INFO", "persistence"))["aof_delayed_fsync"]
+            runs.append((run, raw, {"ping_p99_ms": round(floor, 3), "aof_delayed_fsync": int(delayed)}))
+    runs.sort(key=lambda each: each[0].latency_ms(0.99))
+    ours, raw, seen = runs[len(runs) // 2]
     return {
         "offered_per_s": per_s,
         "chunk_tokens": tokens,
         "trajectories": OFFERED_TRAJECTORIES,
-        **middle.figures(),
-        "ping_p99_ms": round(floors[id(middle)], 3),
-        "p99_ms_of_rounds": [round(run.latency_ms(0.99), 3) for run in runs],
+        **ours.figures(),
+        **seen,
+        "raw": raw.figures(),
+        "p99_ms_of_rounds": [round(each.latency_ms(0.99), 3) for each, _, _ in runs],
+        "raw_p99_ms_of_rounds": [round(each.latency_ms(0.99), 3) for _, each, _ in runs],
     }
 
 
@@ -245,7 +252,8 @@ async def measure(modes: list[Durability], quick: bool, rounds: int) -> dict[str
         print(
             f"offered {load['offered_per_s']:>6}/s of {load['chunk_tokens']:>3} tokens, everysec: "
             f"p50 {load['p50_ms']:.2f} ms, p99 {load['p99_ms']:.2f} ms, worst {load['worst_ms']:.1f} ms; "
-            f"PING p99 at the same time {load['ping_p99_ms']:.2f} ms"
+            f"PING p99 at the same time {load['ping_p99_ms']:.2f} ms; "
+            f"raw XADD p99 {load['raw']['p99_ms']:.2f} ms, worst {load['raw']['worst_ms']:.1f} ms"
         )
     rollout, resumes = await through_the_client(1_024 if quick else 8_192, rounds, tally)
     new_loop = type(asyncio.get_running_loop())
@@ -294,6 +302,7 @@ def summary(rows: list[Any], loads: list[Any], tally: Tally) -> dict[str, Any]:
         "p99_ms_2000_chunks_s_everysec": loads[0]["p99_ms"],
         "ping_p99_ms_meanwhile": loads[0]["ping_p99_ms"],
         "p99_ms_20000_chunks_s_everysec": loads[1]["p99_ms"],
+        "raw_p99_ms_20000_chunks_s_everysec": loads[1]["raw"]["p99_ms"],
         "chunks_per_s_256_tokens": min(row["ours"]["chunks_per_s"] for row in headline),
         "chunks_per_s_32_tokens": min(
             row["ours"]["chunks_per_s"] for row in small if row["mode"] == headline[0]["mode"]

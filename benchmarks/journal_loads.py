@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
-import random
 import subprocess
 import time
 from collections.abc import Sequence
@@ -22,7 +20,6 @@ from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.events import TokensAppended
 from belayer.journal.redis_store import RedisStore
-from belayer.journal.server import Server
 from belayer.journal.writer import Reader, StreamWriter, take_over
 
 RAW_PIPELINE = 256
@@ -107,35 +104,6 @@ async def closed_loop(writers: Sequence[StreamWriter], chunks: Chunks, total: in
     return Measured(total, clock() - begun, time.process_time() - cpu, latencies)
 
 
-async def offered(writers: Sequence[StreamWriter], chunks: Chunks, per_s: float, seconds: float, seed: int) -> Measured:
-    """Chunks become due at random times (a Poisson process), each on the trajectory whose turn it is.
-
-    An append that is late because the one before it was is late from its own due time.
-    """
-    loop = asyncio.get_running_loop()
-    rng = random.Random(seed)
-    latencies: list[float] = []
-    turn = 0
-    locks = [asyncio.Lock() for _ in writers]
-
-    async def append(turn: int, due: float) -> None:
-        which = turn % len(writers)
-        async with locks[which]:
-            await writers[which].append(chunks.event(turn // len(writers)))
-        latencies.append(loop.time() - due)
-
-    begun, cpu = loop.time(), time.process_time()
-    due = begun
-    async with asyncio.TaskGroup() as tasks:  # keeps only those that run: a list of all would slow the collector down
-        while (due := due + rng.expovariate(per_s)) < begun + seconds:
-            wait_s = due - loop.time()
-            if wait_s > 0 or turn % 16 == 0:
-                await asyncio.sleep(max(0.0, wait_s))
-            tasks.create_task(append(turn, due))
-            turn += 1
-    return Measured(turn, loop.time() - begun, time.process_time() - cpu, latencies)
-
-
 async def rollouts(store: RedisStore, names: Sequence[str], tokens: int, total: int, prefix: str) -> Measured:
     """The rollout client itself: tokens and logprobs as lists, 16 at a time as an engine streams them, `total` chunks.
 
@@ -171,20 +139,6 @@ async def lost_and_doubled(store: RedisStore, writers: Sequence[StreamWriter], a
         found += [recorded.event_id for recorded in events if isinstance(recorded.event, TokensAppended)]
     distinct = len(set(found))
     return max(0, acknowledged - distinct), len(found) - distinct
-
-
-async def pings(server: Server, every_s: float) -> list[float]:
-    """Round trips of PING at a steady pace until cancelled: what the machine itself adds at this time, in seconds."""
-    loop = asyncio.get_running_loop()
-    took: list[float] = []
-    due = loop.time()
-    with contextlib.suppress(asyncio.CancelledError):
-        while True:
-            due += every_s
-            await asyncio.sleep(due - loop.time())
-            await server.ask("PING")
-            took.append(loop.time() - due)
-    return took
 
 
 async def raw_xadd_asyncio(

