@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 from belayer import ids
 from belayer.demo.agent import Surroundings, roll_out
 from belayer.demo.compare import Outcome, compare
-from belayer.demo.container_state import ContainerState, Digests, read_container
+from belayer.demo.container_state import ContainerState
 from belayer.demo.pace import generation_times_s, paced
 from belayer.demo.results import journal_name
 from belayer.demo.runs import CHUNK_S, CHUNK_TOKENS
@@ -79,7 +79,6 @@ class Trials:
         self._stage = stage
         self._subject = subject
         self._model_s = paced(times_s, pace)
-        self._digests: Digests = {}
         self.figures = Figures()
 
     async def round(self, number: int, doomed_at: float) -> None:
@@ -136,7 +135,7 @@ class Trials:
         async def collect(incarnation: Incarnation, state: TrajectoryState) -> None:
             nonlocal reading_s
             began = time.monotonic()
-            collected.append(await read_container(incarnation.pid, self._digests, watched=False))
+            collected.append(await self._stage.reader.read(incarnation.pid, watched=False))
             reading_s += time.monotonic() - began
 
         async def fail(incarnation: Incarnation, action: int) -> None:

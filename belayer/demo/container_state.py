@@ -6,7 +6,6 @@ gone a moment before; a process that ends meanwhile likewise.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import stat
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from belayer.demo.left_out import is_left_out, masked_path
-from belayer.demo.witness import WitnessState, ask
+from belayer.demo.witness import WitnessState
 
 _READ_BYTES = 1 << 20
 _SHARED_MEMORY = "/dev/shm"
@@ -47,13 +46,6 @@ class ContainerState(NamedTuple):
 
 Digests = dict[tuple[str, int, int, int], str]
 """Contents that were read before, by path, inode, ctime in ns and size: most of a container is its image."""
-
-
-async def read_container(pid: int, known: Digests, *, watched: bool = True) -> ContainerState:
-    """The state of the container whose process 1 is `pid` on this host. WitnessError when its witness is gone."""
-    witness = await ask(pid) if watched else None
-    files = await asyncio.to_thread(read_files, pid, known)
-    return ContainerState(files, process_tree(pid), witness)
 
 
 def read_files(pid: int, known: Digests) -> dict[str, FileState]:

@@ -13,7 +13,7 @@ from typing import Protocol
 from belayer import ids
 from belayer.demo.agent import Surroundings, roll_out
 from belayer.demo.compare import Difference, Outcome, check_witness, compare
-from belayer.demo.container_state import ContainerState, Digests, read_container
+from belayer.demo.container_state import ContainerState
 from belayer.demo.failures import Kind, Planned, Profile, plan_failures
 from belayer.demo.measures import cost_of, recovery_of
 from belayer.demo.report import RunReport
@@ -64,7 +64,6 @@ class Runs:
         self._kinds = kinds
         self._slots = asyncio.Semaphore(parallel)
         self._redis = asyncio.Lock()
-        self._digests: Digests = {}
 
     async def undisturbed(self, subject: Subject, label: str = UNDISTURBED) -> tuple[RunReport, Outcome | None]:
         """What the others are compared with; None when even that went wrong."""
@@ -100,7 +99,7 @@ class Runs:
         collected: list[ContainerState] = []
 
         async def collect(incarnation: Incarnation, state: TrajectoryState) -> None:
-            collected.append(await read_container(incarnation.pid, self._digests, watched=is_watched(subject.spec)))
+            collected.append(await stage.reader.read(incarnation.pid, watched=is_watched(subject.spec)))
 
         async with self._slots, watching(stage.store, name) as view:
             started = time.monotonic()

@@ -24,6 +24,7 @@ from belayer.actors.worker_recovery import WorkerRecovery, process_of
 from belayer.actors.worker_recovery import look as look_worker
 from belayer.demo.chat import Chat
 from belayer.demo.engines import Deadlines, EngineName, make_engines
+from belayer.demo.reading import ContainerReader
 from belayer.demo.waiting import wait_until
 from belayer.errors import BelayerError, JournalError
 from belayer.gpu.protocol import EngineHost
@@ -111,6 +112,7 @@ class Stage:
     engines: EngineHost
     actors: Actors
     deadlines: Deadlines
+    reader: ContainerReader
 
     @property
     def recordings(self) -> Path:
@@ -146,8 +148,9 @@ async def open_stage(
         command += ["--run", run]
         command += ["--relapse-s", "0"]  # engines are killed on purpose here, one soon after the other
         command += actor_options
+        reader = await stack.enter_async_context(ContainerReader())
         actors = Actors(command, folder / "actors.log")
-        stage = Stage(run, folder, store, server, sandboxes, engines.host, actors, engines.deadlines)
+        stage = Stage(run, folder, store, server, sandboxes, engines.host, actors, engines.deadlines, reader)
         stack.push_async_callback(_end_engines, stage)
         stack.push_async_callback(stage.actors.kill_all)
         yield stage
