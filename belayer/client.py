@@ -12,6 +12,7 @@ same call may be made again, or the trajectory opened again: what was acknowledg
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -177,7 +178,7 @@ class Trajectory:
         buffer.loss_mask += mask
         if len(buffer.token_ids) >= self._chunk_tokens:
             await self._flush(whole_chunks_only=True)
-        if buffer.token_ids and self._timer is None:
+        if buffer.token_ids and self._timer is None and self._chunk_s < math.inf:
             self._timer = asyncio.create_task(self._flush_later())
 
     async def finish_generation(self, finish_reason: str) -> None:

@@ -7,6 +7,7 @@ next one reads it and sees which.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from belayer.projections.trajectory import Generation, TrajectoryState, evolve, 
 
 GIVEN = "(tokens that the caller added to the prompt)"
 """The command of the action that stands for them."""
-_NEVER_S = 1e9
+_NEVER_S = math.inf
 
 
 class Opened(NamedTuple):
