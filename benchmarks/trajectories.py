@@ -23,16 +23,16 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from belayer import ids
+from belayer.cli.demo import until_stopped
 from belayer.demo.agent import Surroundings, roll_out
 from belayer.demo.compare import Outcome, compare
 from belayer.demo.container_state import ContainerState
@@ -257,19 +257,6 @@ def figures_of(found: Sequence[Figures]) -> dict[str, Any]:
         "restart_increase_1pct": rounded(increase["restart"]),
         "replay_increase_1pct": rounded(increase["replay"]),
     }
-
-
-T = TypeVar("T")
-
-
-async def until_stopped(work: Coroutine[Any, Any, T]) -> T:
-    """Ctrl-C and SIGTERM end the work by cancelling it, so that everything it made is removed."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
 
 
 def rounded(value: float) -> float:

@@ -128,8 +128,7 @@ def _publish_problem(state: SandboxState, event: CheckpointPublished) -> Objecti
     started = state.open_checkpoint
     if started is None or started.checkpoint != event.checkpoint:
         return Check.CHECKPOINT, f"checkpoint {event.checkpoint} is published, but was not started"
-    meant = (started.incarnation, started.boundary, started.boundary_sequence)
-    found = (event.incarnation, event.boundary, event.boundary_sequence)
+    meant, found = _place(started), _place(event)
     if meant != found:
         return Check.CHECKPOINT, f"checkpoint {event.checkpoint} was started as {meant} and published as {found}"
     return None
@@ -139,8 +138,7 @@ def _extend_problem(state: SandboxState, event: CheckpointExtended) -> Objection
     started, what = state.open_checkpoint, f"checkpoint {event.checkpoint} is extended"
     if started is None or started.checkpoint != event.begun:
         return Check.CHECKPOINT, f"{what} in place of {event.begun}, which was not started"
-    meant = (started.incarnation, started.boundary, started.boundary_sequence)
-    found = (event.incarnation, event.boundary, event.boundary_sequence)
+    meant, found = _place(started), _place(event)
     if meant != found:
         return Check.CHECKPOINT, f"{what} to {found}, but {event.begun} was started as {meant}"
     held = [boundary for name, boundary in state.held if name == event.checkpoint]
@@ -164,6 +162,11 @@ def _restore_problem(state: SandboxState, event: SandboxRestored) -> Objection |
         return None
     there = " and ".join(str(tuple(boundary)) for boundary in held)
     return Check.RESTORE, f"{event.checkpoint or 'the initial state'} holds boundary {there}, not {tuple(at)}"
+
+
+def _place(event: CheckpointStarted | CheckpointPublished | CheckpointExtended) -> tuple[str, int, int]:
+    """Whose checkpoint it is, and of which boundary."""
+    return event.incarnation, event.boundary, event.boundary_sequence
 
 
 def _now(state: SandboxState) -> str:

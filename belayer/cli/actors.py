@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from belayer.cli import engine_options as options
-from belayer.cli.options import ArchiveUrl
+from belayer.cli.options import ArchiveUrl, Durability, Namespace, Url
 
 if TYPE_CHECKING:
     from belayer.gpu.protocol import EngineHost
@@ -47,13 +47,9 @@ class Boundaries(enum.StrEnum):
 
 def actors(
     engine_log: options.EngineLog,
-    url: Annotated[
-        str | None, typer.Option(envvar="BELAYER_JOURNAL_URL", help="The journal: redis://, rediss:// or unix://.")
-    ] = None,
-    namespace: Annotated[str, typer.Option(envvar="BELAYER_NAMESPACE", help="Whose keys on the server.")] = "default",
-    durability: Annotated[
-        str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")
-    ] = "everysec",
+    url: Url = None,
+    namespace: Namespace = "default",
+    durability: Durability = "everysec",
     archive: ArchiveUrl = None,
     owner_pid: Annotated[
         int | None, typer.Option(help="End when this process has ended. The engines end with it too.")

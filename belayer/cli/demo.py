@@ -78,14 +78,14 @@ def demo(
         chosen = replace(chosen, results=results)
     console = Console(stderr=as_json)
     with LiveBoard(console) as board:
-        report = asyncio.run(_until_stopped(run_demo(chosen, board)))
+        report = asyncio.run(until_stopped(run_demo(chosen, board)))
     show(report, console)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     raise typer.Exit(0 if report.good else 1)
 
 
-async def _until_stopped(work: Coroutine[Any, Any, T]) -> T:
+async def until_stopped(work: Coroutine[Any, Any, T]) -> T:
     """Ctrl-C and SIGTERM end the work by cancelling it, so that everything it made is removed."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

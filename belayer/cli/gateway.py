@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from belayer.cli.options import ArchiveUrl, Namespace, Url
+from belayer.cli.options import ArchiveUrl, Durability, Namespace, Url
 from belayer.errors import InputError
 from belayer.gpu.gateway.settings import Settings
 
@@ -49,9 +49,7 @@ def gateway(
     url: Url = None,
     namespace: Namespace = "default",
     archive: ArchiveUrl = None,
-    durability: Annotated[
-        str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")
-    ] = "everysec",
+    durability: Durability = "everysec",
     host: Annotated[str, _option("The address to listen at.", "HOST")] = "127.0.0.1",
     port: Annotated[int, _option("The port to listen at; 0: any that is free.", "PORT")] = 0,
     tokenizer: Annotated[

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from belayer.journal.store import JournalStore
 
 Url = Annotated[
-    str | None, typer.Option(envvar="BELAYER_JOURNAL_URL", help="The journal: redis://, rediss:// or unix://.")
+    str | None,
+    typer.Option(
+        envvar="BELAYER_JOURNAL_URL",
+        help="The journal: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
+    ),
 ]
 Namespace = Annotated[str, typer.Option(envvar="BELAYER_NAMESPACE", help="Whose keys on the server.")]
+Durability = Annotated[str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")]
 ArchiveUrl = Annotated[
     str | None,
     typer.Option(

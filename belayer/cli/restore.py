@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from belayer.cli.options import Namespace, Url
+
 HELP = """Restore a trajectory's sandbox from its newest usable checkpoint and let the trajectory go on.
 
 What is lost is said first: the boundary to go back to, and the actions and tokens after it, which will be generated
@@ -24,8 +26,8 @@ Examples:
 
 def restore(
     trajectory: Annotated[str, typer.Argument(help="The trajectory, as `belayer status` names it.")],
-    url: Annotated[str | None, typer.Option(envvar="BELAYER_JOURNAL_URL", help="The journal.")] = None,
-    namespace: Annotated[str, typer.Option(envvar="BELAYER_NAMESPACE", help="Whose keys on the server.")] = "default",
+    url: Url = None,
+    namespace: Namespace = "default",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also when the container is alive: it is replaced.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of sentences.")] = False,

@@ -61,12 +61,21 @@ def load(verb: str) -> Any:
         raise missing(error, verb) from None
     function = getattr(module, verb)
     if isinstance(function, typer.Typer):
-        group = get_command(function)
+        group: Any = get_command(function)
         group.name = verb
+        for command in (group, *group.commands.values()):
+            command.help = flowing(command.help or "")
         return group
     app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-    app.command(verb, help=getattr(module, "HELP", None))(function)
+    app.command(verb, help=flowing(getattr(module, "HELP", "")) or None)(function)
     return get_command(app)
+
+
+def flowing(text: str) -> str:
+    """The text with each paragraph on one line, for the terminal's width to break; examples stay as they are."""
+    return "\n\n".join(
+        paragraph if paragraph.startswith(" ") else " ".join(paragraph.split()) for paragraph in text.split("\n\n")
+    )
 
 
 def missing(error: ModuleNotFoundError, verb: str) -> Exception:

@@ -10,7 +10,7 @@ from belayer import ids
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.writer import take_over
 from tests.cli.command import belayer
-from tests.journal.faults import Proxy, generation, lose_the_last_entry, opened, written
+from tests.journal.faults import generation, lose_the_last_entry, two_stores, written
 
 
 async def test_what_was_lost_and_whether_it_is_stored_again(tmp_path: Path) -> None:
@@ -18,9 +18,8 @@ async def test_what_was_lost_and_whether_it_is_stored_again(tmp_path: Path) -> N
     restored, overtaken = ids.trajectory("restored"), ids.trajectory("overtaken")
     async with (
         EmbeddedServer(tmp_path / "r") as server,
-        Proxy(tmp_path, server.url).running() as proxy,
+        two_stores(tmp_path, server) as (proxy, store, other),
     ):
-        store, other = await opened(proxy.url), await opened(server.url)
         first = await written(store, restored)
         second = await written(store, overtaken)
         await first.append(generation(3), generation(4))
@@ -33,8 +32,6 @@ async def test_what_was_lost_and_whether_it_is_stored_again(tmp_path: Path) -> N
         await first.append(generation(9))
         table = await asyncio.to_thread(belayer, "status", "--url", server.url)
         told = await asyncio.to_thread(belayer, "status", "--url", server.url, "--json")
-        await store.close()
-        await other.close()
     losses = json.loads(told.stdout)["losses"]
     assert [(row["stream"], row["first_sequence"], row["last_sequence"], row["stored_again"]) for row in losses] == [
         ("trajectory/restored", 5, 6, True),

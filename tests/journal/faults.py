@@ -191,3 +191,15 @@ class Proxy:
             while data := await reader.read(1 << 20):
                 writer.write(data)
         writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def two_stores(
+    folder: Path, server: EmbeddedServer, **options: Any
+) -> AsyncIterator[tuple[Proxy, RedisStore, RedisStore]]:
+    """A proxy before the server, a store that goes through it, and one that does not."""
+    async with Proxy(folder, server.url).running() as proxy:
+        store, other = await opened(proxy.url, **options), await opened(server.url, **options)
+        yield proxy, store, other
+        await store.close()
+        await other.close()

@@ -16,7 +16,7 @@ from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import TrajectoryFinished
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import take_over
-from tests.journal.faults import Proxy, T, generation, lose_the_last_entry, opened, stored, written
+from tests.journal.faults import T, generation, lose_the_last_entry, opened, stored, two_stores, written
 from tests.waiting import until
 
 
@@ -101,8 +101,7 @@ async def test_whole_streams_with_their_takeovers_and_notices_are_stored_again(s
 async def test_what_another_writer_went_on_without_is_reported_and_not_stored(
     tmp_path: Path, server: EmbeddedServer
 ) -> None:
-    async with Proxy(tmp_path, server.url).running() as proxy:
-        store, other = await opened(proxy.url), await opened(server.url)
+    async with two_stores(tmp_path, server) as (proxy, store, other):
         writer = await written(store)
         proxy.hold(b"INFO")
         await lose_the_last_entry(server)
@@ -115,16 +114,13 @@ async def test_what_another_writer_went_on_without_is_reported_and_not_stored(
         (loss,) = await other.losses()
         assert (loss.stream, loss.epoch, loss.first_sequence, loss.last_sequence, loss.restored) == (T, 1, 4, 4, False)
         assert [recorded.epoch for recorded in await stored(other)] == [1, 1, 1, 2, 2]
-        await store.close()
-        await other.close()
 
 
 async def test_writers_that_followed_each_other_store_their_parts_in_order(
     tmp_path: Path, server: EmbeddedServer
 ) -> None:
     """The later one finds a gap and waits; the earlier one comes back only then."""
-    async with Proxy(tmp_path, server.url).running() as proxy:
-        earlier, later = await opened(proxy.url), await opened(server.url)
+    async with two_stores(tmp_path, server) as (proxy, earlier, later):
         await written(earlier)
         writer, _ = await take_over(later, T, "b")
         await writer.append(generation(7))
@@ -139,8 +135,6 @@ async def test_writers_that_followed_each_other_store_their_parts_in_order(
         assert (await stored(later))[:6] == before
         losses = [(loss.first_sequence, loss.last_sequence, loss.restored) for loss in await later.losses()]
         assert losses == [(4, 4, True), (5, 6, True)]
-        await earlier.close()
-        await later.close()
 
 
 async def test_a_gap_that_nobody_fills_is_told_in_the_end(
@@ -163,8 +157,7 @@ async def test_a_gap_that_nobody_fills_is_told_in_the_end(
 async def test_a_lost_takeover_is_not_stored_again_over_the_writer_that_it_had_fenced(
     tmp_path: Path, server: EmbeddedServer
 ) -> None:
-    async with Proxy(tmp_path, server.url).running() as proxy:
-        store, other = await opened(proxy.url), await opened(server.url)
+    async with two_stores(tmp_path, server) as (proxy, store, other):
         old = await written(other)
         new, _ = await take_over(store, T, "b")
         proxy.hold(b"INFO")
@@ -176,8 +169,6 @@ async def test_a_lost_takeover_is_not_stored_again_over_the_writer_that_it_had_f
         (loss,) = await other.losses()
         assert (loss.epoch, loss.first_sequence, loss.restored) == (2, 5, False)
         assert [recorded.epoch for recorded in await stored(other)] == [1] * 5
-        await store.close()
-        await other.close()
 
 
 async def test_a_removed_stream_does_not_come_back(server: EmbeddedServer) -> None:
@@ -206,8 +197,7 @@ async def test_a_writer_that_holds_nothing_finds_what_was_lost(server: EmbeddedS
 
 async def test_a_takeover_reads_again_when_what_it_read_is_gone(tmp_path: Path, server: EmbeddedServer) -> None:
     """An event may be read before it is acknowledged, and be lost then."""
-    async with Proxy(tmp_path, server.url).running() as proxy:
-        store, other = await opened(proxy.url, held_bytes=0), await opened(server.url, held_bytes=0)
+    async with two_stores(tmp_path, server, held_bytes=0) as (proxy, store, other):
         await written(other)
         proxy.hold(b"EVAL")
         taking = asyncio.create_task(take_over(store, T, "b"))
@@ -218,8 +208,6 @@ async def test_a_takeover_reads_again_when_what_it_read_is_gone(tmp_path: Path, 
         assert [recorded.sequence for recorded in history] == [1, 2, 3, 4]
         assert [recorded.epoch for recorded in history] == [1, 1, 1, 2]
         assert await writer.append(generation(9)) == 5
-        await store.close()
-        await other.close()
 
 
 async def test_a_stream_that_begins_anew_after_a_removal_is_stored_again(server: EmbeddedServer) -> None:
