@@ -21,7 +21,7 @@ from pathlib import Path
 
 from belayer.sandbox.captured import Captured, opened
 from belayer.sandbox.manifest import IMAGES, LAYER, Manifest, read_index
-from belayer.sandbox.scan import Scan, parent_of, scan
+from belayer.sandbox.scan import Scan, scan
 
 SMALLEST_BYTES = 16 << 10
 """Smaller files are not worth a name: they are shared only with the checkpoint before, by `layer.py`."""
@@ -61,7 +61,7 @@ class Blobs:
         """Put blobs in the place of those files of a checkpoint, not yet published, that are `fresh` copies.
 
         Returns those for which there is no blob, to be added once the checkpoint is durable, and how many bytes were
-        saved. OSError when the checkpoint's folder cannot be changed.
+        saved.
         """
         used = {key for path, key in keys.items() if path not in fresh}
         new: Keys = {}
@@ -72,7 +72,7 @@ class Blobs:
                 if key is None or key in used or found.st_nlink > 1:
                     continue
                 used.add(key)
-                if self._take(root, path, key):
+                if self._take(root, path, key, found.st_size):
                     saved_bytes += found.st_blocks * 512
                 else:
                     new[path] = key
@@ -82,8 +82,8 @@ class Blobs:
         """Let later checkpoints share these files of a durable one. What cannot be shared is left alone."""
         with suppress(FileNotFoundError), opened(checkpoint) as root:
             for path, key in new.items():
-                with suppress(OSError), parent_of(root, path) as (folder, name):
-                    os.link(name, self._folder / key, src_dir_fd=folder, follow_symlinks=False)
+                with suppress(OSError):
+                    os.link(path, self._folder / key, src_dir_fd=root, follow_symlinks=False)
 
     def held_by(self, checkpoint: Path, manifest: Manifest | None) -> set[str]:
         """Blobs that only this checkpoint may hold, to be dropped once its folder is gone."""
@@ -115,22 +115,21 @@ class Blobs:
                         freed += found.st_blocks * 512
         return freed
 
-    def _take(self, root: int, path: bytes, key: str) -> bool:
-        """Put the blob in the file's place. False: there is none, or it cannot have another name."""
-        with parent_of(root, path) as (folder, name):
-            mine = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    def _take(self, root: int, path: bytes, key: str, size_bytes: int) -> bool:
+        """Put the blob in the file's place. False: there is none, or it cannot be had."""
+        with suppress(OSError):
+            os.link(self._folder / key, TAKEN, dst_dir_fd=root, follow_symlinks=False)
             try:
-                os.link(self._folder / key, TAKEN, dst_dir_fd=root, follow_symlinks=False)
-            except OSError:
-                return False
-            there = os.stat(TAKEN, dir_fd=root, follow_symlinks=False)
-            if there.st_size != mine.st_size:  # somebody has been at it
-                os.unlink(TAKEN, dir_fd=root)
-                return False
-            times = os.fstat(folder)
-            os.rename(TAKEN, name, src_dir_fd=root, dst_dir_fd=folder)
-            os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))
-        return True
+                if os.stat(TAKEN, dir_fd=root).st_size == size_bytes:  # or somebody has been at it
+                    parent = os.path.dirname(path)  # noqa: PTH120
+                    times = os.stat(parent, dir_fd=root)
+                    os.rename(TAKEN, path, src_dir_fd=root, dst_dir_fd=root)
+                    os.utime(parent, ns=(times.st_atime_ns, times.st_mtime_ns), dir_fd=root)
+                    return True
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(TAKEN, dir_fd=root)
+        return False
 
 
 def _layer_key(digest: str, found: os.stat_result) -> str:

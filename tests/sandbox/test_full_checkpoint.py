@@ -14,9 +14,12 @@ from belayer.errors import RestoreFailedError
 from belayer.journal.events import SandboxSpec
 from belayer.sandbox import manifest as manifests
 from belayer.sandbox.manifest import FILE_NAME, boot_id, read_manifest
+from belayer.sandbox.protocol import CheckpointReport
 from tests.sandbox.conftest import IMAGE, Bench
 
 pytestmark = pytest.mark.sandbox
+IDLE_BYTES = 8_000_000
+IDLE = f"""python3 -c 'import os, signal; kept = os.urandom({IDLE_BYTES}); open("/tmp/up", "w"); signal.pause()'"""
 
 FILES = r"""
 set -e
@@ -258,3 +261,18 @@ async def test_what_a_dead_machine_left_half_made_is_removed(bench: Bench) -> No
         os.utime(folder / name, (1, 1))
     assert not any("gone" in name for name in await bench.host.checkpoints())
     assert not any("gone" in path.name for path in folder.iterdir())
+
+
+async def test_the_memory_of_an_idle_process_is_on_the_disk_once(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh(f"{IDLE} & until [ -e /tmp/up ]; do sleep 0.01; done")
+    names, reports = (bench.name(), bench.name()), list[CheckpointReport]()
+    for name in names:
+        await live.sh(f"echo {name} > file")
+        reports.append(await bench.host.checkpoint(live.incarnation, name, live.number))
+    first, second = reports
+    assert first.stored_bytes > IDLE_BYTES and second.size_bytes > IDLE_BYTES
+    assert second.stored_bytes < first.stored_bytes - IDLE_BYTES
+    await bench.host.remove_checkpoint(names[0])
+    back = await live.kill_and_restore(names[1])
+    assert await back.sh("cat file; pgrep -c python3") == f"{names[1]}\n2\n"
