@@ -33,9 +33,9 @@ class Lessee:
         self.client, registered = MemoryClient.connect(path, incarnation, role)
         return registered.weights.state
 
-    def open_weights(self, layout: str = "a") -> bool:
+    def open_weights(self, layout: str = "a", anew: bool = False) -> bool:
         assert self.client is not None
-        lent, fds = self.client.ask(wire.OpenWeights({"layout": layout}, 4096), wire.WeightsLent)
+        lent, fds = self.client.ask(wire.OpenWeights({"layout": layout}, 4096, anew), wire.WeightsLent)
         self.weights_fd = fds[0]
         return lent.writable
 

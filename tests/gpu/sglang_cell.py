@@ -73,8 +73,8 @@ class Cell:
     undisturbed: list[list[int]] = field(default_factory=list)
 
 
-async def cell(folder: Path, ranks: int = 1) -> AsyncIterator[Cell]:
-    """The fixture's body: everything started, with two shadows, and what the prompts give undisturbed."""
+async def cell(folder: Path, ranks: int = 1, shadows: int = 2) -> AsyncIterator[Cell]:
+    """The fixture's body: everything started, with armed shadows, and what the prompts give undisturbed."""
     sockets = [folder / "memory.sock"] if ranks == 1 else [folder / f"memory{rank}.sock" for rank in range(ranks)]
     servers = [start_memory(socket) for socket in sockets]
     host = SglangHost(
@@ -92,8 +92,8 @@ async def cell(folder: Path, ranks: int = 1) -> AsyncIterator[Cell]:
         },
     )
     main = await host.start("main", "main")
-    shadows = list(await asyncio.gather(host.start("shadow1", "shadow"), host.start("shadow2", "shadow")))
-    made = Cell(host, folder, main, shadows)
+    names = [f"shadow{number}" for number in range(1, shadows + 1)]
+    made = Cell(host, folder, main, list(await asyncio.gather(*(host.start(name, "shadow") for name in names))))
     made.undisturbed = await asyncio.gather(*(ask(made, f"u{n}", prompt) for n, prompt in enumerate(PROMPTS)))
     yield made
     for engine in (made.main, *made.shadows):

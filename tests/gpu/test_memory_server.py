@@ -141,6 +141,25 @@ def test_the_committed_writer_cannot_write_any_more(server: Path, start: Callabl
         main.do("write_weights", "xx")
 
 
+def test_a_main_loads_whole_weights_anew_only_when_nobody_holds_the_memory(
+    server: Path, start: Callable[[], Child]
+) -> None:
+    main = a_main(server, start)
+    second = start()
+    second.do("connect", str(server), "c", "main")
+    with pytest.raises(AssertionError, match=f"LeaseHeldError.*pid {main.process.pid}"):
+        second.do("open_weights", "a", True)
+    assert second.do("open_weights") is False
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.ask(wire.Watch(), wire.Facts)
+        main.kill()
+        assert [client.receive(20.0)[0].kind for _ in range(2)] == ["dying", "dead"]
+    assert second.do("open_weights", "a", True)
+    assert status(server).weights == wire.Weights("writing", 0, "c")
+    assert second.do("commit", 4) is False
+    assert status(server).weights == wire.Weights("ready", 4)
+
+
 def test_another_geometry_is_refused_with_both_values(server: Path, start: Callable[[], Child]) -> None:
     a_main(server, start)
     other = start()
