@@ -71,6 +71,8 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
         if len(ours_s) > 1 and len(plain_s) > 1
     }
     adopted = [kind for name, kind in by_kind.items() if not name.startswith("refill")]
+    figures = {"all": "all_streams", "until_kill": "equal_until_kill", "to_the_end": "equal_streams"}
+    streams = {figure: sum(kind.get(name, 0) for kind in adopted) for figure, name in figures.items()}
     return {
         "kill_to_token_p50_s": first.get("kill_to_token_p50_s"),
         "kill_to_token_p99_s": first.get("kill_to_token_p99_s"),
@@ -87,7 +89,6 @@ def headline(stages: dict[str, Any]) -> dict[str, Any]:
         "weight_update_by_broadcast_ratio": updates.get("distributed"),
         "rearm_throughput_ratio": stages.get("rearm", {}).get("ratio"),
         "weight_cache_start_s": stages.get("cache", {}).get("start_s"),
-        "equal": all(kind.get("equal_streams") == kind.get("equal_until_kill") for kind in adopted)
-        if adopted
-        else None,
+        "streams_equal": streams,
+        "equal": streams["until_kill"] == streams["to_the_end"] if adopted else None,
     }
