@@ -22,6 +22,8 @@ from pathlib import Path
 
 import msgspec
 
+from belayer.sandbox.tree import status_of
+
 BUDGET_S = 0.006
 PAGES = 32
 PAGE_BYTES = 4096
@@ -53,7 +55,7 @@ class Probe(msgspec.Struct, frozen=True):
 def take(pids: Iterable[int], budget_s: float = BUDGET_S) -> Probe:
     """Look at the processes (host pids), which must not move meanwhile. Details within the budget."""
     deadline = time.thread_time() + budget_s
-    statuses = {pid: status for pid in pids if (status := _status(pid))}
+    statuses = {pid: status for pid in pids if (status := status_of(pid))}
     inside = {pid: int(status["NSpid"].split()[-1]) for pid, status in statuses.items()}
     found = {pid: _ids(status, inside) for pid, status in statuses.items()}
     for pid in sorted(found, key=lambda pid: inside[pid]):
@@ -80,14 +82,6 @@ def difference(expected: Probe, pids: Iterable[int], memory: bool) -> tuple[str,
         if pid not in expected.processes:
             return f"process {pid}", "none", found[pid].get("command", "there")
     return None
-
-
-def _status(pid: int) -> dict[str, str]:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def _ids(status: dict[str, str], inside: dict[int, int]) -> Facts:

@@ -40,7 +40,7 @@ def is_dying(pid: int) -> bool:
 
     SIGKILL waits for one that is frozen (cgroup v1), and one that was traced stays a zombie until its tracer looks.
     """
-    fields = _status(pid)
+    fields = status_of(pid)
     if not fields:
         return True
     pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
@@ -76,7 +76,7 @@ def kill_users_of(folder: Path) -> None:
 
 def _crius_at_work_on(processes: Iterable[int]) -> list[int]:
     found: list[int] = []
-    for tracer in {int(fields["TracerPid"]) for pid in processes if (fields := _status(pid))} - {0}:
+    for tracer in {int(fields["TracerPid"]) for pid in processes if (fields := status_of(pid))} - {0}:
         with suppress(OSError):
             if b"criu" in Path(f"/proc/{tracer}/cmdline").read_bytes():
                 found.append(tracer)
@@ -94,7 +94,7 @@ def _kill_with_descendants(pid: int) -> None:
         _kill_with_descendants(int(child))
 
 
-def _status(pid: int) -> dict[str, str]:
+def status_of(pid: int) -> dict[str, str]:
     """/proc/PID/status; empty when the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,13 @@ async def host(home: Path) -> AsyncIterator[DockerHost]:
 
 @pytest.fixture
 async def bench(host: DockerHost) -> AsyncIterator[Bench]:
+    async with bench_of(host) as made:
+        yield made
+
+
+@asynccontextmanager
+async def bench_of(host: DockerHost) -> AsyncIterator[Bench]:
+    """A bench whose things are removed at the end."""
     made = Bench(host)
     try:
         yield made

@@ -16,14 +16,14 @@ from belayer.errors import CheckpointFailedError, CheckpointRefusedError, Sandbo
 from belayer.sandbox import capture as capture_module
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.freezer import Freezer, freezer_of
-from belayer.sandbox.protocol import Action, Incarnation
+from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
 from belayer.sandbox.tree import described
 from tests.sandbox.conftest import Bench, Live
 from tests.waiting import until
 
 pytestmark = pytest.mark.sandbox
 BALLAST = """
-python3 -c "import time; x = bytearray(b'x') * {size}; open('/tmp/up', 'w'); time.sleep(10000)" &
+python3 -c "import signal; x = bytearray(b'x') * {size}; open('/tmp/up', 'w'); signal.pause()" &
 until [ -e /tmp/up ]; do :; done
 """
 CHECKPOINTER = """
@@ -44,6 +44,14 @@ async def nothing_is_left(bench: Bench, live: Live, name: str) -> None:
     assert name not in await bench.host.checkpoints()
     folder = bench.host.checkpoint_path(name).parent
     assert [entry.name for entry in folder.iterdir() if name in entry.name] == []
+
+
+async def capturing(bench: Bench, size_bytes: int) -> tuple[Live, str, asyncio.Future[CheckpointReport]]:
+    """A container with so much memory, of which a checkpoint is being made; its name."""
+    live = await bench.create()
+    await live.sh(BALLAST.format(size=size_bytes))
+    name = bench.name()
+    return live, name, asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
 
 
 def freezer(incarnation: Incarnation) -> Freezer:
@@ -108,10 +116,7 @@ async def test_two_at_once_do_not_meet(bench: Bench, home: Path) -> None:
 
 
 async def test_cancelled_it_gives_up(bench: Bench) -> None:
-    live = await bench.create()
-    await live.sh(BALLAST.format(size=200_000_000))
-    name = bench.name()
-    working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+    live, name, working = await capturing(bench, 200_000_000)
     await until(lambda: held(live.incarnation), what="held")
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -167,10 +172,7 @@ async def test_a_frozen_container_can_be_removed(bench: Bench) -> None:
 
 
 async def test_killed_while_being_captured(bench: Bench) -> None:
-    live = await bench.create()
-    await live.sh(BALLAST.format(size=200_000_000))
-    name = bench.name()
-    working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+    live, name, working = await capturing(bench, 200_000_000)
     await until(lambda: held(live.incarnation), what="held")
     os.kill(live.incarnation.pid, signal.SIGKILL)
     await asyncio.wait_for(live.sandbox.wait_dead(), 30.0)
@@ -184,10 +186,7 @@ async def test_killed_while_being_captured(bench: Bench) -> None:
 
 @pytest.mark.parametrize("attempt", range(4))
 async def test_criu_killed_in_the_middle(bench: Bench, attempt: int) -> None:
-    live = await bench.create()
-    await live.sh(BALLAST.format(size=100_000_000 * attempt + 1))
-    name = bench.name()
-    working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+    live, name, working = await capturing(bench, 100_000_000 * attempt + 1)
     worker = await until(lambda: criu_at_work(live.incarnation), what="CRIU")
     os.kill(worker, signal.SIGKILL)
     with pytest.raises((CheckpointFailedError, SandboxFailedError)) as failure:

@@ -14,7 +14,7 @@ from belayer.errors import RestoreFailedError
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.home import default_home
 from belayer.sandbox.mounts import unmount_leftovers
-from tests.sandbox.conftest import Bench, change_image
+from tests.sandbox.conftest import Bench, bench_of, change_image
 from tests.waiting import until
 
 pytestmark = pytest.mark.sandbox
@@ -76,12 +76,8 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 async def memory_bench(in_memory: Path) -> AsyncIterator[Bench]:
-    async with open_host(in_memory, spares=0) as host:
-        made = Bench(host)
-        try:
-            yield made
-        finally:
-            await host.remove_run(made.run)
+    async with open_host(in_memory, spares=0) as host, bench_of(host) as made:
+        yield made
 
 
 async def test_belayers_folder_may_lie_in_memory(memory_bench: Bench) -> None:

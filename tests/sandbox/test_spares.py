@@ -11,7 +11,7 @@ import pytest
 
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.spares import PREFIX
-from tests.sandbox.conftest import SPEC, Bench
+from tests.sandbox.conftest import SPEC, Bench, bench_of
 from tests.sandbox.test_full_checkpoint import FILES, LOOK
 
 pytestmark = pytest.mark.sandbox
@@ -19,12 +19,8 @@ pytestmark = pytest.mark.sandbox
 
 @pytest.fixture
 async def bench(home: Path) -> AsyncIterator[Bench]:
-    async with open_host(home, spares=2) as host:
-        made = Bench(host)
-        try:
-            yield made
-        finally:
-            await host.remove_run(made.run)
+    async with open_host(home, spares=2) as host, bench_of(host) as made:
+        yield made
 
 
 async def spares(bench: Bench) -> list[str]:
