@@ -15,6 +15,7 @@ from typing import Any
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.archive import Archive
 from belayer.journal.codec import Entry, decode_entry
+from belayer.journal.packing import TokenForm
 from belayer.journal.sealing import Keyring
 from belayer.journal.store import JournalStore, Loss, Subscription
 from belayer.journal.writer import mark_of
@@ -30,6 +31,10 @@ class ArchivedStore:
     @property
     def keyring(self) -> Keyring | None:
         return self.live.keyring
+
+    @property
+    def token_form(self) -> TokenForm:
+        return self.live.token_form
 
     @property
     def durability(self) -> str:

@@ -17,7 +17,8 @@ import msgspec
 from belayer import __version__
 from belayer.errors import CodecError, UnknownEventError
 from belayer.ids import EVENT_ID_BYTES, StreamId
-from belayer.journal.events import AnyEvent, EpochStarted
+from belayer.journal.events import AnyEvent, EpochStarted, StoredEvent, TokensPacked
+from belayer.journal.packing import unpacked
 
 DIGEST_BYTES = 16
 GENESIS = bytes(DIGEST_BYTES)
@@ -31,6 +32,15 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     previous_digest: bytes
     time_ns: int
     event: AnyEvent
+
+
+class _StoredEnvelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An envelope as it is in the bytes: its event may be packed."""
+
+    event_id: bytes
+    previous_digest: bytes
+    time_ns: int
+    event: StoredEvent
 
 
 class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -78,7 +88,7 @@ class Recorded(NamedTuple):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
+_decoder = msgspec.msgpack.Decoder(_StoredEnvelope)
 _ARRAY_OF_ONE = b"\x91"
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
@@ -96,7 +106,7 @@ def encode_entry(
     epoch: int,
     after_sequence: int,
     previous_digest: bytes,
-    events: Sequence[AnyEvent],
+    events: Sequence[StoredEvent],
     event_ids: Iterable[bytes],
     time_ns: int,
 ) -> tuple[Entry, bytes]:
@@ -104,7 +114,7 @@ def encode_entry(
     digest = previous_digest
     envelopes: list[bytes] = []
     for event_id, event in zip(event_ids, events, strict=True):
-        encoded = _encoder.encode(Envelope(event_id, digest, time_ns, event))
+        encoded = _encoder.encode(_StoredEnvelope(event_id, digest, time_ns, event))
         digest = digest_of(encoded)
         envelopes.append(encoded)
     count = len(envelopes)
@@ -113,10 +123,10 @@ def encode_entry(
 
 
 def encode_event(
-    epoch: int, after_sequence: int, previous_digest: bytes, event: AnyEvent, event_id: bytes, time_ns: int
+    epoch: int, after_sequence: int, previous_digest: bytes, event: StoredEvent, event_id: bytes, time_ns: int
 ) -> Entry:
     """What `encode_entry` makes of one event, in less time: nearly all appends have one."""
-    encoded = _encoder.encode(Envelope(event_id, previous_digest, time_ns, event))
+    encoded = _encoder.encode(_StoredEnvelope(event_id, previous_digest, time_ns, event))
     digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
     return Entry(epoch, after_sequence + 1, 1, _ARRAY_OF_ONE + encoded, digest, previous_digest)
 
@@ -139,11 +149,13 @@ def decode_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) 
     recorded: list[Recorded] = []
     for sequence, raw in enumerate(envelopes, first):
         encoded = memoryview(raw)
+        where = f"{stream} at sequence {sequence}"
         try:
-            envelope = _decode_envelope(f"{stream} at sequence {sequence}", encoded)
+            envelope = _decode_envelope(where, encoded)
         except UnknownEventError as error:
             started = next((each.event for each in recorded if isinstance(each.event, EpochStarted)), None)
             raise error.by(started.belayer_version if started is not None else "") from None
+        event = envelope.event
         recorded.append(
             Recorded(
                 stream,
@@ -153,13 +165,13 @@ def decode_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) 
                 envelope.time_ns,
                 envelope.previous_digest,
                 digest_of(encoded),
-                envelope.event,
+                unpacked(where, event) if isinstance(event, TokensPacked) else event,
             )
         )
     return recorded
 
 
-def _decode_envelope(where: str, encoded: memoryview) -> Envelope:
+def _decode_envelope(where: str, encoded: memoryview) -> _StoredEnvelope:
     try:
         return _decoder.decode(encoded)
     except msgspec.ValidationError as error:
@@ -176,7 +188,7 @@ def _decode_envelope(where: str, encoded: memoryview) -> Envelope:
     if event == stored:
         raise CodecError(where, f"not an event: {problem}")
     try:
-        return msgspec.convert([event_id, previous_digest, time_ns, event], Envelope)
+        return msgspec.convert([event_id, previous_digest, time_ns, event], _StoredEnvelope)
     except msgspec.ValidationError as error:
         raise CodecError(where, f"an old {tag!r} event that cannot be read: {error}") from None
 
@@ -232,7 +244,7 @@ def _array_header(length: int) -> bytes:
 
 
 def _tags() -> frozenset[str]:
-    return frozenset(str(member.__struct_config__.tag) for member in AnyEvent.__args__)
+    return frozenset(str(member.__struct_config__.tag) for member in StoredEvent.__args__)
 
 
 KNOWN_TAGS = _tags()

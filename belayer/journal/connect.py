@@ -19,6 +19,7 @@ from belayer.journal.embedded import EmbeddedServer, shipped_server
 from belayer.journal.held import HELD_BYTES
 from belayer.journal.keys import Keys, layout_key
 from belayer.journal.link import LinkLostError, pack
+from belayer.journal.packing import checked_form
 from belayer.journal.redis_store import RedisStore
 from belayer.journal.route import Routes, parse_routes
 from belayer.journal.sealing import keyring_of
@@ -27,6 +28,7 @@ from belayer.journal.store import JournalStore
 
 S = TypeVar("S", bound=RedisStore)
 URL_VARIABLE = "BELAYER_JOURNAL_URL"
+FORM_VARIABLE = "BELAYER_TOKEN_FORM"
 CLUSTER_SHARDS = 16
 """Shards of a new namespace in a cluster, when nobody says otherwise: enough that each of a few nodes has some."""
 
@@ -43,11 +45,13 @@ async def open_store(
     waiting_bytes: int = WAITING_BYTES,
     held_bytes: int = HELD_BYTES,
     encryption: str | None = None,
+    token_form: str | None = None,
 ) -> RedisStore:
     """The journal at `url`, else at $BELAYER_JOURNAL_URL, else of an embedded server; `close` it at the end.
 
     `shards` None: as many as the namespace has; a new one gets 1, in a cluster CLUSTER_SHARDS. Of what was
     acknowledged in the last seconds up to `held_bytes` are held, to be stored again when a server has lost them.
+    `token_form`: how token chunks are stored: bf16, zstd or bf16+zstd, else $BELAYER_TOKEN_FORM, else plain.
     `encryption`: the reference to the keys of token payloads, else $BELAYER_ENCRYPTION_KEYS (docs/security.md).
     The embedded server keeps its data in `folder`; without one it uses a temporary folder and everything is gone when
     the store is closed. InputError, ServerRefusedError, ServerStartError or JournalUnavailableError, each one line.
@@ -59,12 +63,15 @@ async def open_store(
         raise InputError(f"{shards} shards; expected 1 to 1024")
     checked_name(namespace)
     keyring = keyring_of(encryption)
+    form = checked_form(token_form or os.environ.get(FORM_VARIABLE) or "plain")
 
     async def started(at: str, kind: type[S]) -> S:
         routes = parse_routes(at)
         keys = Keys(namespace, shards or await _shards(routes, namespace, min(timeout_s, REPLY_S)))
         limits = {"waiting_bytes": waiting_bytes, "held_bytes": held_bytes}
-        store = kind(routes, keys, mode, replicas=replicas, timeout_s=timeout_s, keyring=keyring, **limits)
+        store = kind(
+            routes, keys, mode, replicas=replicas, timeout_s=timeout_s, keyring=keyring, token_form=form, **limits
+        )
         try:
             await store.start()
         except BaseException:

@@ -15,13 +15,31 @@ from typing import Literal
 
 import msgspec
 
-
-class Event(msgspec.Struct, frozen=True, array_like=True, tag_field="tag", gc=False):
-    """The base of all events. Never instantiated itself.
-
-    Events hold plain values and so never refer to themselves: the garbage collector need not look at them.
-    """
-
+from belayer.journal.event import Event
+from belayer.journal.sandbox_events import (
+    CheckpointDiscarded as CheckpointDiscarded,
+)
+from belayer.journal.sandbox_events import (
+    CheckpointExtended as CheckpointExtended,
+)
+from belayer.journal.sandbox_events import (
+    CheckpointPublished as CheckpointPublished,
+)
+from belayer.journal.sandbox_events import (
+    CheckpointStarted as CheckpointStarted,
+)
+from belayer.journal.sandbox_events import (
+    SandboxCreated as SandboxCreated,
+)
+from belayer.journal.sandbox_events import (
+    SandboxRemoved as SandboxRemoved,
+)
+from belayer.journal.sandbox_events import (
+    SandboxRestored as SandboxRestored,
+)
+from belayer.journal.sandbox_events import (
+    SandboxSpec as SandboxSpec,
+)
 
 # --- any stream --------------------------------------------------------------------------------------------------
 
@@ -74,7 +92,7 @@ class TrajectoryStarted(Event, frozen=True, array_like=True, tag="trajectory-sta
     run: str
     task: str
     prompt: bytes
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
 class GenerationStarted(Event, frozen=True, array_like=True, tag="generation-started"):
@@ -106,6 +124,20 @@ class TokensAppended(Event, frozen=True, array_like=True, tag="tokens-appended")
     token_ids: bytes
     logprobs: bytes
     loss_mask: bytes
+    weight_version: int
+
+
+class TokensPacked(Event, frozen=True, array_like=True, tag="tokens-packed"):
+    """A TokensAppended as a store with `token_form` keeps it, in fewer bytes (see `belayer.journal.packing`).
+
+    Only the codec meets it: whoever reads the stream gets the TokensAppended.
+    """
+
+    generation: int
+    offset: int
+    count: int
+    form: Literal["bf16", "zstd", "bf16+zstd"]
+    columns: bytes
     weight_version: int
 
 
@@ -170,110 +202,6 @@ class TrajectoryAborted(Event, frozen=True, array_like=True, tag="trajectory-abo
     reason: str
 
 
-# --- sandbox -----------------------------------------------------------------------------------------------------
-
-
-class SandboxSpec(msgspec.Struct, frozen=True, array_like=True):
-    """How to make a trajectory's container, and make it again for the initial state."""
-
-    image: str
-    workdir: str = "/"
-    environment: dict[str, str] = {}
-    setup: tuple[str, ...] = ()
-    """Commands that bring a fresh container to boundary 0, before any action (services to start, say)."""
-    memory_bytes: int | None = None
-    cpus: float | None = None
-    network: str = "none"
-    """"none", or "bridge": Docker's default network, whose connections to the outside cannot be checkpointed."""
-    user: str = ""
-    """Whom actions run as: "name", "uid" or "uid:gid" in the container. Empty: root."""
-    binds: tuple[str, ...] = ()
-    """"SOURCE:TARGET" or "SOURCE:TARGET:ro"; a source is a folder of the host or a volume's name. Not captured."""
-    read_only: bool = False
-    """Whether the image's files cannot be written."""
-    tmpfs: tuple[str, ...] = ()
-    """Folders in memory; captured with the processes."""
-    cap_drop: tuple[str, ...] = ()
-    """Capabilities taken from Docker's default ones; "ALL" takes all."""
-    cap_add: tuple[str, ...] = ()
-
-
-class SandboxCreated(Event, frozen=True, array_like=True, tag="sandbox-created"):
-    """A fresh container at boundary 0. `pid` and `pid_start_ticks` name the container's process 1 on its host."""
-
-    incarnation: str
-    container_id: str
-    image_digest: str
-    host: str
-    pid: int
-    pid_start_ticks: int
-    run: str
-    spec: SandboxSpec
-
-
-class CheckpointStarted(Event, frozen=True, array_like=True, tag="checkpoint-started"):
-    """The intent to capture the boundary of this incarnation."""
-
-    checkpoint: str
-    incarnation: str
-    boundary: int
-    boundary_sequence: int
-
-
-class CheckpointPublished(Event, frozen=True, array_like=True, tag="checkpoint-published"):
-    """Layer and images of the boundary are complete, verified and durable. Only now may anyone restore it."""
-
-    checkpoint: str
-    incarnation: str
-    boundary: int
-    boundary_sequence: int
-    size_bytes: int
-    frozen_s: float
-    total_s: float
-
-
-class CheckpointExtended(Event, frozen=True, array_like=True, tag="checkpoint-extended"):
-    """Nothing has changed since `checkpoint` was captured: it holds this boundary too. `begun` is the one that was not
-    needed."""
-
-    checkpoint: str
-    begun: str
-    incarnation: str
-    boundary: int
-    boundary_sequence: int
-    frozen_s: float
-    total_s: float
-
-
-class CheckpointDiscarded(Event, frozen=True, array_like=True, tag="checkpoint-discarded"):
-    """The checkpoint is not, or no longer, usable."""
-
-    checkpoint: str
-    reason: str
-
-
-class SandboxRestored(Event, frozen=True, array_like=True, tag="sandbox-restored"):
-    """A new incarnation holds the boundary's files and processes; `checkpoint` is empty for the initial state."""
-
-    checkpoint: str
-    boundary: int
-    boundary_sequence: int
-    incarnation: str
-    container_id: str
-    image_digest: str
-    host: str
-    pid: int
-    pid_start_ticks: int
-    restore_s: float
-
-
-class SandboxRemoved(Event, frozen=True, array_like=True, tag="sandbox-removed"):
-    """The trajectory needs no container any more and it is gone, with its checkpoints."""
-
-    incarnation: str
-    reason: str
-
-
 # --- worker ------------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +235,7 @@ class HandoverCompleted(Event, frozen=True, array_like=True, tag="handover-compl
     from_incarnation: str
     to_incarnation: str
     handover_s: float
-    phases_s: dict[str, float] = {}
+    phases_s: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     adopted_tokens: int = 0
 
 
@@ -390,6 +318,8 @@ WorkerEvent = WorkerRegistered | WorkerReady | HandoverCompleted | WorkerRemoved
 RunEvent = RunStarted | RunFinished | WeightsPublished | TrainerCheckpointed
 CommonEvent = EpochStarted | FailureDetected | RecoveryStarted | StreamArchived
 AnyEvent = TrajectoryEvent | SandboxEvent | WorkerEvent | RunEvent | CommonEvent
+StoredEvent = AnyEvent | TokensPacked
+"""What the codec meets; everybody else meets AnyEvent."""
 
 NOTICED = (
     TrajectoryStarted,
@@ -417,7 +347,7 @@ def readable(event: AnyEvent) -> AnyEvent:
     return event.event if isinstance(event, Sealed) else event
 
 
-def tag_of(event: AnyEvent) -> str:
+def tag_of(event: StoredEvent) -> str:
     """The event's stored tag, for messages and notices."""
     tag = event.__struct_config__.tag
     assert isinstance(tag, str)

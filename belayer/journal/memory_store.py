@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
 from belayer.journal.outcome import is_above, refusal, takeover_refusal
+from belayer.journal.packing import TokenForm
 from belayer.journal.sealing import Keyring
 from belayer.journal.store import Loss, Notice
 
@@ -24,10 +25,16 @@ from belayer.journal.store import Loss, Notice
 class MemoryStore:
     """A JournalStore without a server. `clock` (seconds) decides when a notice is stale."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, keyring: Keyring | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        keyring: Keyring | None = None,
+        token_form: TokenForm = "plain",
+    ) -> None:
         self._streams: dict[StreamId, list[Entry]] = {}
         self._control = _Control(clock)
         self.keyring = keyring
+        self.token_form: TokenForm = token_form
 
     @property
     def durability(self) -> str:

@@ -24,6 +24,7 @@ from belayer.journal.durability import Durability
 from belayer.journal.groups import Group, look_at_groups
 from belayer.journal.held import HELD_BYTES
 from belayer.journal.keys import Keys, entry_id, stored_entry
+from belayer.journal.packing import TokenForm
 from belayer.journal.restoring import read_loss, removal_mark
 from belayer.journal.route import Routes
 from belayer.journal.sealing import Keyring
@@ -54,8 +55,10 @@ class RedisStore:
         waiting_bytes: int = WAITING_BYTES,
         held_bytes: int = HELD_BYTES,
         keyring: Keyring | None = None,
+        token_form: TokenForm = "plain",
     ) -> None:
         self.keyring = keyring
+        self.token_form: TokenForm = token_form
         self._routes = routes
         self._keys = keys
         self._durability = durability

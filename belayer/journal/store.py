@@ -19,7 +19,8 @@ from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
 
 if TYPE_CHECKING:
-    from belayer.journal.sealing import Keyring
+    from belayer.journal.packing import TokenForm
+from belayer.journal.sealing import Keyring
 
 
 class Notice(NamedTuple):
@@ -82,6 +83,11 @@ class JournalStore(Protocol):
     @property
     def keyring(self) -> Keyring | None:
         """With what readers and writers of this store open and seal payloads; None: not at all."""
+        ...
+
+    @property
+    def token_form(self) -> TokenForm:
+        """How writers of this store keep token chunks; readers read all forms."""
         ...
 
     def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> Awaitable[None]:

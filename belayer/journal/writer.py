@@ -25,6 +25,7 @@ from belayer.ids import StreamId, new_event_id
 from belayer.journal.codec import GENESIS, Entry, Recorded, decode_entry, encode_entry, encode_event
 from belayer.journal.events import NOTICED, AnyEvent, EpochStarted, StreamArchived, readable, tag_of
 from belayer.journal.limits import LIMITS, Limits, check_entry, check_group
+from belayer.journal.packing import packed
 from belayer.journal.store import JournalStore
 from belayer.observe import steps
 from belayer.observe.position import at
@@ -158,12 +159,15 @@ class StreamWriter:
         said = events
         if (keyring := self._store.keyring) is not None:
             events = tuple(keyring.seal(self.stream, event) for event in events)
+        form = self._store.token_form
         if len(events) == 1:
-            entry = encode_event(self.epoch, self.sequence, self._digest, events[0], new_event_id(), now_ns)
+            event = events[0] if form == "plain" else packed(events[0], form)
+            entry = encode_event(self.epoch, self.sequence, self._digest, event, new_event_id(), now_ns)
         else:
             check_group(self._limits, self.stream, events)
             event_ids = [new_event_id() for _ in events]
-            entry, _ = encode_entry(self.epoch, self.sequence, self._digest, events, event_ids, now_ns)
+            stored = [packed(event, form) for event in events]
+            entry, _ = encode_entry(self.epoch, self.sequence, self._digest, stored, event_ids, now_ns)
         size_bytes, limits = len(entry.body), self._limits
         if size_bytes > limits.unquestioned_bytes or self._stream_bytes + size_bytes > limits.stream_bytes:
             check_entry(limits, self.stream, said, entry, self._stream_bytes)

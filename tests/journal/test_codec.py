@@ -77,8 +77,9 @@ def encoded(event: AnyEvent) -> bytes:
 
 
 def test_every_tag_has_an_example_and_golden_bytes() -> None:
-    assert {tag_of(event) for event in EXAMPLES} == KNOWN_TAGS
-    assert set(json.loads(GOLDEN.read_text())) == KNOWN_TAGS
+    tags = KNOWN_TAGS - {"tokens-packed"}  # tests/journal/test_packing.py has its bytes
+    assert {tag_of(event) for event in EXAMPLES} == tags
+    assert set(json.loads(GOLDEN.read_text())) == tags
 
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=tag_of)
