@@ -28,7 +28,7 @@ from belayer.errors import (
 from belayer.ids import checked_name
 from belayer.journal.events import SandboxSpec
 from belayer.processes import host_name, is_alive, kill, start_ticks
-from belayer.sandbox import options
+from belayer.sandbox import features, options
 from belayer.sandbox.capture import Capture
 from belayer.sandbox.containers import Container, Containers, DockerRefusedError
 from belayer.sandbox.criu import Criu
@@ -75,6 +75,7 @@ class DockerHost:
             raise HostUnfitError("$BELAYER_HOME", str(error), "set it to a folder that root can write") from None
         self._containers.check()
         self._criu.check()
+        features.keep(self._home.criu / "criu")
         self._home.remove_leftovers()
 
     async def close(self) -> None:
