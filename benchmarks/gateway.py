@@ -63,8 +63,10 @@ class Load:
 class ClockEngine(RecordedEngine):
     """Says the time where a model says a logprob: seconds since `BEGUN`, so that f32 keeps 10 us."""
 
-    def _event(self, position: Position, rest: Any, start: int, stop: int, *known: Any) -> dict[str, Any]:
-        event = super()._event(position, rest, start, stop, *known)
+    def _event(
+        self, position: Position, rest: Any, start: int, stop: int, request_id: str, prompt_tokens: int
+    ) -> dict[str, Any]:
+        event = super()._event(position, rest, start, stop, request_id, prompt_tokens)
         now = time.monotonic() - float(os.environ["BEGUN"])
         event["meta_info"]["output_token_logprobs"] = [[now, token, None] for token in event["output_ids"]]
         return event

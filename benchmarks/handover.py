@@ -74,7 +74,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.handover", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="benchmarks.handover", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stage", default="engine,kills,steady,plain", help="some of arena," + ",".join(STAGES))
     parser.add_argument("--device", default="cuda:0", help="cuda:N or cpu")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks, on the devices from the first one on")

@@ -136,6 +136,7 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
     raw: list[Measured] = []
     raw_asyncio: list[Measured] = []
     memory: list[float] = []
+    chunk_bytes = 0
     async with fresh_server(durability) as server:
         store = await open_store(server.url, durability=durability)
         for number in range(rounds):
@@ -145,10 +146,11 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
             ours.append(await closed_loop(writers, chunks, total))
             after = int(parse_info(await ask(server.url, "INFO", "memory"))["used_memory"])
             memory.append((after - before) / (total * tokens))
-            entries = await store.read(writers[0].stream, 1)
+            bodies = bodies_of(await store.read(writers[0].stream, 1))
+            chunk_bytes = len(bodies[0])
             tally.add(await lost_and_doubled(store, writers, total), total)
             await ask(server.url, "FLUSHALL", "SYNC")
-            plain = (server.url, bodies_of(entries), trajectories, total, durability)
+            plain = (server.url, bodies, trajectories, total, durability)
             raw.append(await asyncio.to_thread(raw_xadd, *plain, f"raw{number}"))
             await ask(server.url, "FLUSHALL", "SYNC")
             raw_asyncio.append(await raw_xadd_asyncio(*plain, f"raw-asyncio{number}"))
@@ -160,7 +162,7 @@ async def compare(durability: Durability, trajectories: int, tokens: int, total:
         "mode": str(durability),
         "trajectories": trajectories,
         "chunk_tokens": tokens,
-        "chunk_bytes": len(entries[0].body),
+        "chunk_bytes": chunk_bytes,
         "ours": merged(ours).figures(),
         "raw": merged(raw).figures(),
         "raw_asyncio": merged(raw_asyncio).figures(),

@@ -341,7 +341,7 @@ def headline(found: dict[str, Any]) -> dict[str, Any]:
 def plot(found: dict[str, Any], path: Path) -> bool:
     """Bars of how long the processes stood and of the restore. False without matplotlib."""
     try:
-        from matplotlib import pyplot
+        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
     except ImportError:
         return False
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))

@@ -6,6 +6,9 @@ embeddings are small enough that a token does not repeat itself. They are a plug
 `sglang.srt.plugins`), active only with BELAYER_BENCH_WEIGHTS=1 and `--load-format dummy`.
 """
 
+# SGLang's packages are not in this project's own environment.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json

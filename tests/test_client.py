@@ -154,12 +154,12 @@ async def test_opening_waits_for_a_recovery_to_end() -> None:
 class LosesReplies(MemoryStore):
     """Stores an append and then says that it does not know."""
 
-    losses = 0
+    to_lose = 0
 
     async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
         await super().append(stream, entry, notice_tag)
-        if self.losses > 0:
-            self.losses -= 1
+        if self.to_lose > 0:
+            self.to_lose -= 1
             raise JournalUnavailableError("here", 0.0, "the reply was lost")
 
 
@@ -169,7 +169,7 @@ async def test_a_generation_ends_in_one_append_with_its_last_tokens_also_when_th
     await trajectory.begin_generation()
     await trajectory.append_tokens([1, 2, 3, 4, 5, 6], [0.0] * 6)
     before = len(await store.read(T))
-    store.losses = 1
+    store.to_lose = 1
     with pytest.raises(JournalUnavailableError):
         await trajectory.finish_generation("stop")
     await trajectory.finish_generation("stop")
@@ -187,13 +187,13 @@ def test_a_lost_reply_neither_loses_nor_doubles_a_token(parts: list[tuple[int, b
         sent: list[int] = []
         for count, lose in parts:
             tokens = list(range(len(sent), len(sent) + count))
-            store.losses = int(lose)
+            store.to_lose = int(lose)
             sent += tokens
             try:
                 await trajectory.append_tokens(tokens, [0.0] * count)
             except JournalUnavailableError:
                 assert lose
-        store.losses = 0
+        store.to_lose = 0
         await trajectory.finish_generation("stop")
         assert fold(await Reader(store, T).catch_up()).context() == [1, 2, *sent]
         assert trajectory.state.context() == [1, 2, *sent]
