@@ -52,8 +52,8 @@ class MemoryRanks:
         """Each server's state, in order of rank."""
         return await asyncio.gather(*(asyncio.to_thread(ask_status, path) for path in self._sockets))
 
-    async def events(self) -> AsyncGenerator[wire.EngineEvent]:
-        """What happens to the engines from now on. Close the iterator to stop."""
+    async def events(self, watching: asyncio.Event | None = None) -> AsyncGenerator[wire.EngineEvent]:
+        """What happens to the engines from when `watching` is set. Close the iterator to stop."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         said: dict[tuple[str, str], int] = {}
@@ -65,6 +65,8 @@ class MemoryRanks:
                 await asyncio.to_thread(client.ask, wire.Watch(), wire.Facts)
                 loop.add_reader(client.fileno(), arrived.set)
                 open_files.callback(loop.remove_reader, client.fileno())
+            if watching is not None:
+                watching.set()
             while True:
                 for client in clients:
                     while (event := client.event()) is not None:

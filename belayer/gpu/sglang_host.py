@@ -213,10 +213,10 @@ class SglangHost:
         """A client for that incarnation; close it."""
         return HttpEngine(engine, silence_s=self._silence_s)
 
-    def events(self) -> AsyncGenerator[wire.EngineEvent]:
-        """What happens to the engines, as the memory servers see it. Close the iterator to stop."""
+    def events(self, watching: asyncio.Event | None = None) -> AsyncGenerator[wire.EngineEvent]:
+        """What happens to the engines, as the memory servers see it; see MemoryRanks.events."""
         assert self._servers is not None
-        return self._servers.events()
+        return self._servers.events(watching)
 
     async def status(self) -> wire.Status:
         """The memory server's state; rank 0's."""

@@ -124,10 +124,12 @@ async def run_through_a_failure(
     cell: Cell, tag: str, strike: signal.Signals, rank: int = 0
 ) -> tuple[list[list[int]], list[str]]:
     """Strike one of the main's schedulers when every stream has some tokens; resume all of them on the next shadow."""
-    events = cell.host.events()
+    watching = asyncio.Event()
+    events = cell.host.events(watching)
     parts: list[list[int]] = [[] for _ in PROMPTS]
     streams = [asyncio.create_task(ask(cell, f"{tag}{n}", prompt, parts[n])) for n, prompt in enumerate(PROMPTS)]
     first_event = asyncio.ensure_future(anext(events))
+    await watching.wait()
     while not all(len(part) > 20 for part in parts):
         await asyncio.wait(streams, timeout=0.01)
     status = (await cell.host.statuses())[rank]

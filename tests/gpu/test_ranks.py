@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from array import array
 from pathlib import Path
@@ -14,6 +15,7 @@ from belayer.gpu.ledger import Entry
 from belayer.gpu.memory_process import MemoryProcess
 from belayer.gpu.memory_ranks import MemoryRanks, tensor_parallel_size
 from belayer.gpu.plugin.ranks import TAIL_TOKENS, Claim, agree
+from tests.gpu.test_memory_server import Child, a_main
 
 TOKENS = list(range(100, 160))
 
@@ -70,3 +72,24 @@ async def test_each_rank_has_a_server_of_its_own(tmp_path: Path) -> None:
     assert [status.device for status in await MemoryRanks(memory.socket, 2).status()] == ["cpu", "cpu"]
     assert {path.name for path in tmp_path.glob("*.sock")} == {"memory0.sock", "memory1.sock"}
     assert MemoryProcess("cuda:3", memory.socket, 1).of_rank(1).device == "cuda:4"
+
+
+async def test_an_engine_is_dying_with_its_first_rank_and_dead_with_its_last(tmp_path: Path) -> None:
+    memory = MemoryProcess("cpu", tmp_path / "memory{rank}.sock", os.getpid(), log=tmp_path / "log")
+    await asyncio.gather(*(memory.of_rank(rank).ensure() for rank in range(2)))
+    ranks = [Child(), Child()]
+    for rank, child in enumerate(ranks):
+        a_main(memory.of_rank(rank).socket, lambda child=child: child)
+    watching = asyncio.Event()
+    async with asyncio.timeout(20), contextlib.aclosing(MemoryRanks(memory.socket, 2).events(watching)) as events:
+        first = asyncio.ensure_future(anext(events))
+        await watching.wait()
+        ranks[1].kill()
+        assert (await first).kind == "dying"
+        second = asyncio.ensure_future(anext(events))
+        statuses = await MemoryRanks(memory.socket, 2).status()
+        while statuses[1].holder:
+            statuses = await MemoryRanks(memory.socket, 2).status()
+        assert statuses[0].holder == "a" and not second.done()
+        ranks[0].kill()
+        assert (await second).kind == "dead"

@@ -14,10 +14,12 @@ pytestmark = MARKS
 
 async def test_taken_over_while_the_dead_engine_writes_on_the_tokens_are_the_same(cell: Cell) -> None:
     """Early mode at its worst: the dead engine writes NaN for as long as it takes, wherever it could (zombie.py)."""
-    events = cell.host.events()
+    watching = asyncio.Event()
+    events = cell.host.events(watching)
     parts: list[list[int]] = [[] for _ in PROMPTS]
     streams = [asyncio.create_task(ask(cell, f"z{n}", prompt, parts[n])) for n, prompt in enumerate(PROMPTS)]
     first_event = asyncio.ensure_future(anext(events))
+    await watching.wait()
     while not all(len(part) > 20 for part in parts):
         await asyncio.wait(streams, timeout=0.01)
     alive, rounds = cell.folder / cell.main.incarnation, cell.folder / f"{cell.main.incarnation}.rounds"

@@ -116,8 +116,10 @@ async def test_updated_weights_are_the_shadows_at_once(cell: Cell) -> None:
 
 
 async def test_half_an_update_is_torn_and_never_served(cell: Cell) -> None:
-    events = cell.host.events()
+    watching = asyncio.Event()
+    events = cell.host.events(watching)
     first_event = asyncio.ensure_future(anext(events))
+    await watching.wait()
     async with trainer() as sender:
         await send(sender, cell, "--how tensor --bucket-mb 0 --only-buckets 3 --seed 6 --version 13")
     status = await cell.host.status()
