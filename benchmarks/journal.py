@@ -47,7 +47,7 @@ from benchmarks.journal_loads import (
     take_over_all,
 )
 from benchmarks.journal_offered import offered, pings, raw_offered
-from benchmarks.journal_parts import parts
+from benchmarks.journal_parts import forms, parts
 from benchmarks.journal_reading import LENGTHS, resume
 
 RESULTS = Path(__file__).with_name("results") / "journal.json"
@@ -235,7 +235,7 @@ async def through_the_client(total: int, rounds: int, tally: Tally) -> tuple[Any
 def total_of(trajectories: int, quick: bool, durability: Durability) -> int:
     """Chunks in one measurement: enough to be steady, little enough to fit in memory."""
     alone = 1_000 if durability is Durability.FSYNC else 4_000
-    total = alone if trajectories == 1 else 32_768
+    total = alone if trajectories == 1 else 16 * max(trajectories, 2_048)
     return total // 4 if quick else total
 
 
@@ -261,6 +261,7 @@ async def measure(modes: list[Durability], quick: bool, rounds: int) -> dict[str
     new_loop = type(asyncio.get_running_loop())
     where = {str(tokens): await asyncio.to_thread(parts, tokens, new_loop) for tokens in CHUNK_TOKENS}
     print(f"parts of an append, us: {where}")
+    print(f"forms of token columns: {(columns := forms(256))}")
     plain: dict[str, float] = {}
     if (executable := shutil.which("redis-benchmark")) is not None:
         async with fresh_server(Durability.EVERYSEC) as server:
@@ -277,6 +278,7 @@ async def measure(modes: list[Durability], quick: bool, rounds: int) -> dict[str
         "rollout_client": rollout,
         "resume": resumes,
         "parts_us": where,
+        "token_forms": columns,
         "summary": summary(rows, loads, tally),
     }
 

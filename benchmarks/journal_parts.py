@@ -1,22 +1,29 @@
 """Where a token chunk's time goes on the client: each step of an append by itself, in microseconds, quickest of many.
 
 The steps are what an append cannot do without. What the whole costs above their sum is Python between them.
+`python -m benchmarks.journal_parts` prints them, and what each form of token columns takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import socket
 import time
 import timeit
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
+from belayer.blocking import new_event_loop
 from belayer.ids import new_event_id
 from belayer.journal.codec import Envelope, digest_of, encode_event
-from belayer.journal.events import TokensAppended
+from belayer.journal.columns import pack_logprobs, pack_token_ids
+from belayer.journal.events import TokensAppended, TokensPacked
 from belayer.journal.link import pack
+from belayer.journal.packing import FORMS, checked_form, packed, unpacked
 from benchmarks.journal_loads import Chunks
 
 _GROUP = 48
@@ -87,3 +94,45 @@ async def wakeup() -> float:
         await asyncio.gather(*tasks)
         took.append(made + time.process_time() - begun)
     return round(min(took) / many * 1e6, 2)
+
+
+def incompressible(tokens: int) -> TokensAppended:
+    """Any ids, any logprobs that are numbers."""
+    rng = random.Random(1)
+    token_ids = [rng.getrandbits(32) for _ in range(tokens)]
+    logprobs = pack_logprobs([-rng.expovariate(1.0) for _ in range(tokens)])
+    return TokensAppended(1, 0, tokens, pack_token_ids(token_ids), logprobs, b"\x01" * tokens, 0)
+
+
+def like_text(tokens: int) -> TokensAppended:
+    """A chunk as a model might write it: few ids often, most rarely; a third of the tokens certain."""
+    rng = random.Random(1)
+    token_ids = [min(151_935, int(7 * rng.paretovariate(0.4))) for _ in range(tokens)]
+    logprobs = [0.0 if rng.random() < 1 / 3 else -(rng.expovariate(3.0) ** 3) for _ in range(tokens)]
+    return TokensAppended(1, 0, tokens, pack_token_ids(token_ids), pack_logprobs(logprobs), b"\x01" * tokens, 0)
+
+
+def forms(tokens: int) -> dict[str, dict[str, float]]:
+    """For each form: bytes a token of the whole entry, of random columns and of some like text; us to pack, unpack."""
+    found: dict[str, dict[str, float]] = {}
+    for name in FORMS:
+        form = checked_form(name)
+        figures: dict[str, float] = {}
+        for what, one in (("any", incompressible(tokens)), ("like_text", like_text(tokens))):
+            entry = encode_event(1, 7, bytes(16), packed(one, form), bytes(16), 1 << 60)
+            figures[f"bytes_per_token_{what}"] = round(len(entry.body) / tokens, 2)
+        stored = packed(chunk := like_text(tokens), form)
+        if isinstance(stored, TokensPacked):
+            figures["pack_us"] = quickest(partial(packed, chunk, form), 500)
+            figures["unpack_us"] = quickest(partial(unpacked, "", stored), 500)
+        found[name] = figures
+    return found
+
+
+def main() -> None:
+    for tokens in (32, 256):
+        print(json.dumps({"chunk_tokens": tokens, "parts_us": parts(tokens, new_event_loop), "forms": forms(tokens)}))
+
+
+if __name__ == "__main__":
+    main()
