@@ -20,7 +20,7 @@ from belayer.errors import CheckpointFailedError, CheckpointRefusedError, Restor
 from belayer.processes import is_alive
 from belayer.sandbox import lazy, probe
 from belayer.sandbox.blobs import image_path, keys_of, layer_path
-from belayer.sandbox.captured import Captured, file_digest
+from belayer.sandbox.captured import Captured
 from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
 from belayer.sandbox.criu import Criu, CriuError, Target
@@ -38,6 +38,7 @@ from belayer.sandbox.manifest import (
     Manifest,
     boot_id,
     read_manifest,
+    sizes_and_digests,
     write_manifest,
 )
 from belayer.sandbox.mounts import external_mounts
@@ -314,9 +315,8 @@ class Capture:
             noise=self._noise,
             traits=self._traits,
             mounts=self._mounts,
-            images={
-                path.name: (path.stat().st_size, file_digest(path)) for path in sorted((folder / IMAGES).iterdir())
-            },
+            images=sizes_and_digests(sorted((folder / IMAGES).iterdir())),
+            notes=sizes_and_digests(folder / name for name in (RUNNER_STATE, PROBE, LAYER_INDEX)),
             layer_entries=len(captured.entries),
             layer_bytes=captured.size_bytes,
             layer_digest=captured.digest,

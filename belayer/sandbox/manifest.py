@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -57,6 +58,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Folders of the host and volumes that were mounted: their contents are not in it."""
     machine: Machine | None = None
     """What restores it must be like this one, if there are processes in it."""
+    notes: dict[str, tuple[int, str]] = {}
+    """RUNNER_STATE, PROBE and LAYER_INDEX, as far as there are: name -> (bytes, digest)."""
 
     @property
     def quiet(self) -> bool:
@@ -82,6 +85,11 @@ def read_probe(folder: Path) -> Probe:
         return Probe.decode((folder / PROBE).read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
         raise RestoreFailedError(folder.name, f"{PROBE} cannot be read: {error}") from None
+
+
+def sizes_and_digests(files: Iterable[Path]) -> dict[str, tuple[int, str]]:
+    """What the manifest says of the files that are there."""
+    return {path.name: (path.stat().st_size, file_digest(path)) for path in files if path.exists()}
 
 
 def boot_id() -> str:
@@ -110,11 +118,12 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path, manifest: Manifest, thorough: bool = False) -> None:
     """RestoreFailedError unless all is there; byte for byte, unless it is large and was made since the boot."""
     thorough = thorough or manifest.size_bytes <= CHECKED_BYTES or manifest.boot_id != boot_id()
-    for name, (size, digest) in manifest.images.items():
-        path = folder / IMAGES / name
+    files = manifest.notes | {f"{IMAGES}/{name}": image for name, image in manifest.images.items()}
+    for name, (size, digest) in files.items():
+        path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            raise RestoreFailedError(folder.name, f"images/{name} is missing or cut off")
+            raise RestoreFailedError(folder.name, f"{name} is missing or cut off")
         if thorough and file_digest(path) != digest:
-            raise RestoreFailedError(folder.name, f"images/{name} is damaged")
+            raise RestoreFailedError(folder.name, f"{name} is damaged")
     if thorough and digest_of(folder / LAYER) != manifest.layer_digest:
         raise RestoreFailedError(folder.name, "its layer is damaged")

@@ -23,6 +23,7 @@ from belayer.processes import host_name, start_ticks
 from belayer.sandbox.docker_host import DockerHost, open_host
 from belayer.sandbox.manifest import PROBE
 from belayer.sandbox.protocol import Action, Sandbox
+from tests.sandbox.conftest import change_note
 from tests.waiting import until
 
 pytestmark = pytest.mark.sandbox
@@ -111,7 +112,7 @@ async def test_a_checkpoint_that_does_not_come_back_as_it_was_is_discarded_for_a
                 await until(lambda number=number: published(store, name, number), 30.0, f"a checkpoint of {number}")
             (newest,) = (made for made in (await look(store, name)).published.values() if made.boundary == 2)
             probe = host.checkpoint_path(newest.checkpoint) / PROBE
-            probe.write_bytes(probe.read_bytes().replace(b'"threads":"1"', b'"threads":"7"'))
+            change_note(probe, probe.read_bytes().replace(b'"threads":"1"', b'"threads":"7"'))
             os.kill(box.container.pid, signal.SIGKILL)
             with pytest.raises((FencedError, SandboxFailedError)):
                 await turn(t, sandbox, "cat kept")

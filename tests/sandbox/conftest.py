@@ -11,11 +11,10 @@ import msgspec
 import pytest
 
 from belayer.journal.events import SandboxSpec
-from belayer.sandbox.captured import file_digest
 from belayer.sandbox.docker_host import DockerHost, open_host
 from belayer.sandbox.docker_sandbox import DockerSandbox
 from belayer.sandbox.home import default_home
-from belayer.sandbox.manifest import read_manifest, write_manifest
+from belayer.sandbox.manifest import read_manifest, sizes_and_digests, write_manifest
 from belayer.sandbox.protocol import Action, Incarnation
 
 IMAGE = "belayer-base:bookworm"
@@ -53,11 +52,17 @@ async def bench_of(host: DockerHost) -> AsyncIterator[Bench]:
 
 def change_image(image: Path, data: bytes) -> None:
     """Another content for one of CRIU's images, with the manifest's word for it: what CRIU might have got wrong."""
-    checkpoint = image.parent.parent
     image.write_bytes(data)
-    manifest = read_manifest(checkpoint)
-    images = {**manifest.images, image.name: (len(data), file_digest(image))}
-    write_manifest(checkpoint, msgspec.structs.replace(manifest, images=images))
+    manifest = read_manifest(image.parent.parent)
+    images = manifest.images | sizes_and_digests([image])
+    write_manifest(image.parent.parent, msgspec.structs.replace(manifest, images=images))
+
+
+def change_note(note: Path, data: bytes) -> None:
+    """The same for a file that we wrote."""
+    note.write_bytes(data)
+    manifest = read_manifest(note.parent)
+    write_manifest(note.parent, msgspec.structs.replace(manifest, notes=manifest.notes | sizes_and_digests([note])))
 
 
 class Bench:

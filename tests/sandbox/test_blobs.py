@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from belayer.sandbox.blobs import SMALLEST_BYTES, image_path, keys_of, layer_path
-from belayer.sandbox.captured import file_digest
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture, fill
 from belayer.sandbox.manifest import (
@@ -26,6 +25,7 @@ from belayer.sandbox.manifest import (
     Manifest,
     boot_id,
     read_manifest,
+    sizes_and_digests,
     verify,
     write_manifest,
 )
@@ -66,7 +66,7 @@ class Trajectory:
                 layer.settle(())
                 captured = layer.finish(name)
             (folder / LAYER_INDEX).write_bytes(captured.encode())
-            images = {path.name: (path.stat().st_size, file_digest(path)) for path in (folder / IMAGES).iterdir()}
+            images = sizes_and_digests((folder / IMAGES).iterdir())
             manifest = Manifest(
                 checkpoint=name,
                 run="r",

@@ -12,7 +12,7 @@ import pytest
 from belayer.errors import RestoreMismatchError
 from belayer.sandbox.manifest import PROBE
 from belayer.sandbox.probe import Probe, difference, take
-from tests.sandbox.conftest import Bench, Live, change_image
+from tests.sandbox.conftest import Bench, Live, change_image, change_note
 
 pytestmark = pytest.mark.sandbox
 
@@ -73,7 +73,7 @@ async def test_each_fact_counts(bench: Bench, fact: str, value: str) -> None:
     pid = max(probe.processes)
     was = probe.processes[pid][fact]
     other = {**probe.processes, pid: {**probe.processes[pid], fact: value}}
-    (folder / PROBE).write_bytes(msgspec.structs.replace(probe, processes=other).encode())
+    change_note(folder / PROBE, msgspec.structs.replace(probe, processes=other).encode())
     with pytest.raises(RestoreMismatchError) as failure:
         await bench.restore(folder.name, live.number)
     assert (failure.value.what, failure.value.expected, failure.value.found) == (
