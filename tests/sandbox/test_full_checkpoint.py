@@ -19,7 +19,13 @@ from tests.sandbox.conftest import IMAGE, Bench
 
 pytestmark = pytest.mark.sandbox
 IDLE_BYTES = 8_000_000
-IDLE = f"""python3 -c 'import os, signal; kept = os.urandom({IDLE_BYTES}); open("/tmp/up", "w"); signal.pause()'"""
+IDLE = f"""python3 -c '
+import os, signal
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+kept = os.urandom({IDLE_BYTES})
+open("/tmp/up", "w")
+signal.pause()'"""
+"""On one CPU, because the kernel writes the number of the CPU into a process's memory: rseq(2)."""
 
 FILES = r"""
 set -e
