@@ -73,7 +73,9 @@ def main() -> None:
     by_kind = results["stages"]["kills"]["by_kind"]
     kinds = {name: medians(kind["kills"]) for name, kind in sorted(by_kind.items())}
     model = {"4b": "Qwen3-4B", "32b": "Qwen3-32B"}.get(results["options"]["shape"], results["options"]["shape"])
-    print(draw(f"From the kill to the next token: {model} shape, {results['machine']['gpu'] or 'CPU'}", kinds), end="")
+    gpus = results["machine"]["gpu"].splitlines() or ["CPU"]
+    device = f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else gpus[0]
+    print(draw(f"From the kill to the next token: {model} shape, {device}", kinds), end="")
 
 
 if __name__ == "__main__":
