@@ -51,17 +51,22 @@ class ContainerReader:
         OSError when the container is."""
         witness = await ask(pid) if watched else None
         async with self._turn:
-            try:
-                answer = await self._ask(pid)
-            except asyncio.IncompleteReadError:
-                await self._end()
-                raise OSError("the process that reads containers has ended") from None
-            except BaseException:
-                await self._end()
-                raise
+            answer = await self._answer(pid)
         if answer.error:
             raise OSError(answer.error)
         return ContainerState(answer.files, process_tree(pid), witness)
+
+    async def _answer(self, pid: int) -> Answer:
+        """No answer is left unread: when this one is not waited for, its process is ended."""
+        answer = None
+        try:
+            answer = await self._ask(pid)
+            return answer
+        except asyncio.IncompleteReadError:
+            raise OSError("the process that reads containers has ended") from None
+        finally:
+            if answer is None:
+                await self._end()
 
     async def _ask(self, pid: int) -> Answer:
         if self._process is None:

@@ -13,7 +13,9 @@ from typing import TypeVar
 
 import pytest
 
+from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
+from belayer.journal.memory_store import MemoryStore
 from tests.journal import acl
 from tests.journal.topologies import Cluster, Sentineled, cluster, sentineled
 
@@ -56,3 +58,25 @@ def server_with_users() -> Iterator[EmbeddedServer]:
     """A server with the users of docs/security.md."""
     with kept_running(acl.server_with_users) as made:
         yield made
+
+
+@pytest.fixture(params=["memory", "redis", "redis-3-shards", "redis-least-permissions", "cluster", "sentinel"])
+async def store(request: pytest.FixtureRequest, namespace: str):
+    """Each JournalStore that there is, over a real server where it has one."""
+    match request.param:
+        case "memory":
+            yield MemoryStore()
+            return
+        case "cluster":
+            url, options = request.getfixturevalue("shared_cluster").url, {}
+        case "sentinel":
+            url, options = request.getfixturevalue("shared_sentinels").url, {"durability": "replicated"}
+        case "redis-least-permissions":
+            url, options = acl.url_of(request.getfixturevalue("server_with_users"), acl.ACTORS), {}
+        case "redis-3-shards":
+            url, options = request.getfixturevalue("redis_url"), {"shards": 3}
+        case _:
+            url, options = request.getfixturevalue("redis_url"), {}
+    store = await open_store(url, namespace=namespace, timeout_s=10.0, **options)
+    yield store
+    await store.close()

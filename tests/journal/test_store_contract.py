@@ -11,43 +11,16 @@ from belayer import __version__, ids
 from belayer.errors import ArchivedError, FencedError, WrongSequenceError
 from belayer.ids import StreamKind
 from belayer.journal.codec import GENESIS, Entry, encode_entry
-from belayer.journal.connect import open_store
 from belayer.journal.events import (
-    ActionStarted,
     EpochStarted,
-    FailureDetected,
     GenerationStarted,
     StreamArchived,
     TrajectoryFinished,
-    TrajectoryStarted,
 )
-from belayer.journal.memory_store import MemoryStore
-from belayer.journal.store import JournalStore, Notice
+from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, read_events, take_over
-from tests.journal.acl import ACTORS, url_of
 
 T = ids.trajectory("t")
-
-
-@pytest.fixture(params=["memory", "redis", "redis-3-shards", "redis-least-permissions", "cluster", "sentinel"])
-async def store(request: pytest.FixtureRequest, namespace: str):
-    match request.param:
-        case "memory":
-            yield MemoryStore()
-            return
-        case "cluster":
-            url, options = request.getfixturevalue("shared_cluster").url, {}
-        case "sentinel":
-            url, options = request.getfixturevalue("shared_sentinels").url, {"durability": "replicated"}
-        case "redis-least-permissions":
-            url, options = url_of(request.getfixturevalue("server_with_users"), ACTORS), {}
-        case "redis-3-shards":
-            url, options = request.getfixturevalue("redis_url"), {"shards": 3}
-        case _:
-            url, options = request.getfixturevalue("redis_url"), {}
-    store = await open_store(url, namespace=namespace, timeout_s=10.0, **options)
-    yield store
-    await store.close()
 
 
 def entry(epoch: int, after: int, events: int = 1, digest: bytes = GENESIS) -> tuple[Entry, bytes]:
@@ -315,98 +288,3 @@ async def test_a_reader_without_the_archive_is_told_what_is_missing(store: Journ
 
 
 # --- notices ---------------------------------------------------------------------------------------------------------
-
-
-async def started(store: JournalStore, name: str) -> None:
-    writer, _ = await take_over(store, ids.trajectory(name), "a")
-    await writer.append(TrajectoryStarted("run", "task", b""))
-
-
-async def test_notices_come_to_every_group_also_from_before_it(store: JournalStore) -> None:
-    await started(store, "a")
-    for group in ("g", "h"):
-        async with store.subscribe(group, "c") as notices:
-            notice = await notices.next(5.0)
-            assert notice is not None
-            assert (notice.stream, notice.tag) == (ids.trajectory("a"), "trajectory-started")
-            await notices.done(notice)
-            assert await notices.next(0.01) is None
-
-
-async def test_events_that_nobody_acts_on_have_no_notice(store: JournalStore) -> None:
-    writer, _ = await take_over(store, T, "a")
-    await writer.append(ActionStarted(1, "true", 1.0, "i"))
-    await writer.append(ActionStarted(1, "true", 1.0, "i"), FailureDetected("i", "died", "gone", "me"))
-    async with store.subscribe("g", "c") as notices:
-        notice = await notices.next(5.0)
-        assert notice is not None and notice.tag == "failure-detected"
-        assert await notices.next(0.01) is None
-
-
-async def test_each_notice_goes_to_one_consumer_of_a_group(store: JournalStore) -> None:
-    for number in range(20):
-        await started(store, f"t{number}")
-    async with store.subscribe("g", "c1") as first, store.subscribe("g", "c2") as second:
-        seen: list[Notice] = []
-        for number in range(20):
-            notice = await (first if number % 2 else second).next(5.0)
-            assert notice is not None
-            seen.append(notice)
-        assert await first.next(0.01) is None
-    assert {notice.stream.name for notice in seen} == {f"t{number}" for number in range(20)}
-
-
-async def test_a_stale_notice_goes_to_another_consumer_before_a_new_one(store: JournalStore) -> None:
-    await started(store, "a")
-    async with store.subscribe("g", "c1", 0.05) as dead, store.subscribe("g", "c2", 0.05) as alive:
-        assert await dead.next(5.0) is not None
-        notice = await alive.next(5.0)
-        assert notice is not None and notice.stream == ids.trajectory("a")
-        await alive.done(notice)
-        assert await alive.next(0.15) is None
-
-
-async def test_a_renewed_notice_is_not_stale(store: JournalStore) -> None:
-    await started(store, "a")
-    async with store.subscribe("g", "c1", 0.4) as busy, store.subscribe("g", "c2", 0.4) as other:
-        notice = await busy.next(5.0)
-        assert notice is not None
-        for _ in range(6):
-            assert await other.next(0.1) is None
-            await busy.renew(notice)
-        await busy.done(notice)
-        await busy.renew(notice)
-        assert await other.next(0.5) is None
-
-
-async def test_what_a_dead_consumer_had_comes_to_its_heir_at_once(store: JournalStore) -> None:
-    async with (
-        store.subscribe("g", "dead", 1000.0) as dead,
-        store.subscribe("g", "other", 1000.0) as other,
-        store.subscribe("g", "heir", 1000.0) as heir,
-    ):
-        await started(store, "kept")
-        assert await other.next(5.0) is not None
-        for name in "abc":
-            await started(store, name)
-        left = {await dead.next(5.0) for _ in "abc"}
-        assert await heir.holders() == ["dead", "other"]
-        waiting = asyncio.create_task(heir.next(20.0))
-        await asyncio.wait([waiting], timeout=0.05)
-        await heir.inherit("dead")
-        inherited = {await waiting, await heir.next(5.0), await heir.next(5.0)}
-        assert inherited == left
-        await other.inherit("dead")
-        assert await heir.holders() == ["heir", "other"]
-        for notice in inherited:
-            assert notice is not None
-            await heir.done(notice)
-        assert await heir.holders() == ["other"]
-        assert await other.next(0.01) is None
-
-
-async def test_next_ends_with_the_notice(store: JournalStore) -> None:
-    async with store.subscribe("g", "c") as notices:
-        waiting = asyncio.create_task(notices.next(20.0))
-        await started(store, "a")
-        assert await waiting is not None
