@@ -48,8 +48,8 @@ def memory(
     owner_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
     hang_s: options.HangS = options.DEFAULT_HANG_S,
     hang_per_token_s: Annotated[
-        float, typer.Option(help="And so much longer for each token of the step under way.", min=0.0)
-    ] = 0.02,
+        float, typer.Option(help="And so much longer for each token of a prefill under way.", min=0.0)
+    ] = 0.03,
     sglang_python: options.SglangPython = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:

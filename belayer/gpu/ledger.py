@@ -128,7 +128,7 @@ class Ledger:
         self._header[_W_SERVING] = 0 if silent else 1
 
     def begin_step(self, tokens: int) -> None:
-        """A forward pass over that many tokens is about to start."""
+        """A forward pass is about to start that prefills so many tokens; 0 for a decode step."""
         header = self._header
         header[_W_TOKENS_IN_FLIGHT] += tokens
         header[_W_BEAT_NS] = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """Is an engine hung? By its own step counter, which a dead or stopped scheduler cannot move.
 
-A forward pass may take long (a prefill of many tokens), so the silence that is allowed grows with the tokens in
-flight; a loop without work beats at least once a second. A stopped process makes no progress whatever it was doing,
-so it gets only the base allowance.
+A prefill of many tokens may take long, so the silence that is allowed grows with those in flight; a loop without work
+beats at least once a second. A stopped process makes no progress whatever it was doing, so it gets only the base
+allowance.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from belayer.gpu.ledger import Progress
 
 @dataclass(frozen=True, slots=True)
 class HangRule:
-    """The allowed silence: `base_s`, and `per_token_s` more for each token of the forward passes in flight."""
+    """The allowed silence: `base_s`, and `per_token_s` more for each token of the prefills in flight, up to `most_s`.
+
+    So a prefill of 2,000 tokens may take a minute. A decode step gets nothing more: it is a small part of a second.
+    """
 
     base_s: float = 2.5
-    per_token_s: float = 0.02
+    per_token_s: float = 0.03
+    most_s: float = 90.0
 
     def allowed_s(self, tokens_in_flight: int) -> float:
-        return self.base_s + self.per_token_s * max(0, tokens_in_flight)
+        return self.base_s + min(self.most_s, self.per_token_s * max(0, tokens_in_flight))
 
 
 def hang_evidence(progress: Progress, epoch: int, pid: int, rule: HangRule) -> str:
@@ -37,7 +41,11 @@ def hang_evidence(progress: Progress, epoch: int, pid: int, rule: HangRule) -> s
     allowed_s = rule.allowed_s(progress.tokens_in_flight)
     if silent_s <= allowed_s:
         return ""
-    work = f"{progress.tokens_in_flight} tokens in flight" if progress.tokens_in_flight > 0 else "no work in flight"
+    work = (
+        f"{progress.tokens_in_flight} prefill tokens in flight"
+        if progress.tokens_in_flight > 0
+        else "no prefill in flight"
+    )
     return f"the scheduler was silent for {silent_s:.1f} s ({work}, {allowed_s:.1f} s allowed)"
 
 

@@ -150,9 +150,14 @@ def test_it_reads_back_what_a_plain_model_holds(steps: list[tuple[int, int, int]
     os.close(fd)
 
 
+def test_a_prefill_of_a_minute_is_allowed_its_silence_and_a_decode_step_is_not() -> None:
+    rule = HangRule()
+    assert rule.allowed_s(0) < 3.0 and rule.allowed_s(2048) > 63.0 and rule.allowed_s(1 << 20) < 93.0
+
+
 def test_silence_counts_by_the_work_in_flight(ledger: Ledger) -> None:
     rule = HangRule(base_s=-1.0, per_token_s=1.0)  # a base in the past: any silence is longer than it
-    assert "no work in flight" in hang_evidence(ledger.progress(), 1, os.getpid(), rule)
+    assert "no prefill in flight" in hang_evidence(ledger.progress(), 1, os.getpid(), rule)
     ledger.begin_step(100)
     assert hang_evidence(ledger.progress(), 1, os.getpid(), rule) == ""
     ledger.end_step(100)

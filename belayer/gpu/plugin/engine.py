@@ -35,6 +35,7 @@ from belayer.gpu.plugin.rehearsal import rehearse
 from belayer.gpu.plugin.resume import Resumption
 from belayer.gpu.plugin.rows import Rows
 from belayer.gpu.plugin.slots import Slots
+from belayer.gpu.plugin.versions import row_of
 from belayer.gpu.plugin.weights import Weights
 
 _log = logging.getLogger("belayer")
@@ -70,7 +71,7 @@ class Engine:
         self._resumption = Resumption()
         self._rows = Rows()
         self._steps: deque[tuple[int, int]] = deque()
-        """Launched and not processed: their tokens, and the version of the weights that they run with."""
+        """Launched and not processed: their tokens to prefill, and the version of the weights that they run with."""
         self._step_version = 0
         self._held: list[Any] = []
         self._release_is_due = False
@@ -275,7 +276,7 @@ class Engine:
         self._gathering = False
         self._weights.are_used()
         if self._ledger is not None:
-            tokens = int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else len(batch.reqs)
+            tokens = int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else 0
             self._steps.append((tokens, self._weights.version))
             self._ledger.begin_step(tokens)
             if self._served_s:
@@ -316,7 +317,7 @@ class Engine:
 
     def row_freed(self, pool: Any, request: Any) -> None:
         """Before ReqToTokenPool.free: from here on the row's slots may be given to another request."""
-        row = request.req_pool_idx
+        row = row_of(request)
         if self._ledger is not None and row is not None:
             self._rows.freed(self._ledger, row)
 
