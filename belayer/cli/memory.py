@@ -51,11 +51,21 @@ def memory(
         float, typer.Option(help="And so much longer for each token of a prefill under way.", min=0.0)
     ] = 0.03,
     sglang_python: options.SglangPython = None,
+    rank: Annotated[
+        int,
+        typer.Option(
+            help="Which tensor parallel rank's: for {rank} in the socket's path, and so many devices on from --device.",
+            min=0,
+        ),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
-    path = memory_socket
-    if path is None:
+    from belayer.gpu.memory_process import MemoryProcess
+
+    if memory_socket is None:
         raise InputError("no socket is named; give --socket, BELAYER_MEMORY_SOCKET or memory_socket in belayer.toml")
+    server = MemoryProcess(device, memory_socket, os.getpid()).of_rank(rank)
+    path, device = server.socket, server.device
     match action:
         case Action.START:
             _start(path, device, owner_pid, hang_s, hang_per_token_s, sglang_python)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from belayer.gpu import wire
+from belayer.gpu.arena import device_index
 from belayer.gpu.errors import ArenaError, ArenaRefusedError, MemoryServerGoneError
 from belayer.gpu.memory_client import MemoryClient
 
@@ -40,8 +41,7 @@ class MemoryProcess:
 
     def of_rank(self, rank: int) -> MemoryProcess:
         """That of a tensor parallel rank: its own socket (`{rank}` in the path), the rank-th device from here on."""
-        kind, _, index = self.device.partition(":")
-        device = f"{kind}:{int(index or 0) + rank}" if kind == "cuda" else self.device
+        device = f"cuda:{device_index(self.device) + rank}" if self.device.startswith("cuda") else self.device
         return replace(self, device=device, socket=Path(str(self.socket).replace("{rank}", str(rank))))
 
     async def ensure(self, timeout_s: float = 60.0) -> bool:

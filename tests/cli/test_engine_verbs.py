@@ -40,6 +40,8 @@ def test_a_memory_server_is_started_asked_and_ended(tmp_path: Path) -> None:
         )
         said = belayer("memory", "status", "--socket", socket).stdout
         assert "device    cpu, healthy" in said and "held by nobody" in said
+        of_rank = belayer("memory", "status", "--socket", str(tmp_path / "{rank}" / "memory.sock"), "--rank", "1")
+        assert_one_line_error(of_rank, "no answer from the memory server", str(tmp_path / "1" / "memory.sock"))
         second = belayer("memory", "start", "--socket", socket)
         assert_one_line_error(second, "answers at", "already")
         server.terminate()
