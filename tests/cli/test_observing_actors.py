@@ -32,12 +32,16 @@ def page(port: int) -> str:
 
 
 async def dead_main(store: RedisStore) -> None:
-    """A worker of this host whose main is gone and has no shadow: recovery has to start another, and cannot."""
+    """A worker of this host whose main is gone and has no shadow: recovery has to start another, and cannot.
+
+    All in one step, or recovery may find the main serving and try to arm a shadow for it first.
+    """
     writer, _ = await take_over(store, ids.worker("w"), "test")
     await writer.append(
-        WorkerRegistered("w-1", "main", host_name(), 1 << 22, 1, "http://127.0.0.1:1", "run"), WorkerReady("w-1", 0)
+        WorkerRegistered("w-1", "main", host_name(), 1 << 22, 1, "http://127.0.0.1:1", "run"),
+        WorkerReady("w-1", 0),
+        FailureDetected("w-1", "died", "ended", "test"),
     )
-    await writer.append(FailureDetected("w-1", "died", "ended", "test"))
 
 
 @pytest.mark.sandbox
