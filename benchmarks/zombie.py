@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from belayer.gpu.plugin.versions import row_of
-
 _SYS_EXIT = 60  # x86-64: ends the calling thread alone
 _LIMIT_S = 60.0
 
@@ -56,7 +54,7 @@ def _could_be_written(scheduler: Any, batch: Any) -> Any:
     slots = [allocator.free_pages, allocator.release_pages]
     for number, request in enumerate(batch.reqs):
         proven = len(request.origin_input_ids) + len(request.output_ids) - 1
-        slots.append(table[row_of(request), proven : int(batch.seq_lens_cpu[number])].to(torch.int64))
+        slots.append(table[request.req_pool_idx, proven : int(batch.seq_lens_cpu[number])].to(torch.int64))
     slots.append(torch.zeros(1, dtype=torch.int64, device=table.device))
     return torch.cat(slots)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from belayer.gpu.plugin.versions import KNOWN_VERSIONS
+from belayer.gpu.plugin import KNOWN_VERSIONS
 from belayer.gpu.sglang_cpu import PYTHON_VARIABLE, find_python
 from belayer.journal.embedded import ServerStartError, find_server
 from belayer.sandbox.home import default_home

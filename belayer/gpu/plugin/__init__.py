@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-from belayer.gpu.plugin.versions import KNOWN_VERSIONS
+KNOWN_VERSIONS = ("0.5.17",)
 
 _LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 _SLOT_TABLE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"

@@ -35,7 +35,6 @@ from belayer.gpu.plugin.rehearsal import rehearse
 from belayer.gpu.plugin.resume import Resumption
 from belayer.gpu.plugin.rows import Rows
 from belayer.gpu.plugin.slots import Slots
-from belayer.gpu.plugin.versions import row_of
 from belayer.gpu.plugin.weights import Weights
 
 _log = logging.getLogger("belayer")
@@ -317,7 +316,7 @@ class Engine:
 
     def row_freed(self, pool: Any, request: Any) -> None:
         """Before ReqToTokenPool.free: from here on the row's slots may be given to another request."""
-        row = row_of(request)
+        row = request.req_pool_idx
         if self._ledger is not None and row is not None:
             self._rows.freed(self._ledger, row)
 

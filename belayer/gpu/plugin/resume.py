@@ -18,7 +18,6 @@ from typing import Any
 
 from belayer.gpu.http_engine import RESUME_KEY, RESUME_UNKNOWN
 from belayer.gpu.ledger import Entry, request_digest
-from belayer.gpu.plugin.versions import hold_prefix, row_of
 
 _log = logging.getLogger("belayer")
 
@@ -116,7 +115,7 @@ def _decode_batch(scheduler: Any, requests: list[Any]) -> Any:
     """
     import torch
     from sglang.srt.managers.overlap_utils import RelayPayload
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ReqKvInfo, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -138,8 +137,10 @@ def _decode_batch(scheduler: Any, requests: list[Any]) -> Any:
         length = len(request.prefix_indices)
         lengths.append(length)
         tree.inc_lock_ref(request.last_node)
-        pool.write((row_of(request), slice(0, length)), request.prefix_indices)
-        hold_prefix(request, length)
+        pool.write((request.req_pool_idx, slice(0, length)), request.prefix_indices)
+        request.kv = ReqKvInfo(kv_allocated_len=length, swa_evicted_seqlen=0)
+        request.kv_committed_len = length
+        request.cache_protected_len = length
         request.cached_tokens += length
         request.already_computed = length
         request.set_extend_range(length, length)

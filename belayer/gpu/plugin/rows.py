@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from belayer.gpu.ledger import Ledger, request_digest
-from belayer.gpu.plugin.versions import row_of
 
 
 class Rows:
@@ -29,7 +28,7 @@ class Rows:
         """
         said = self._said
         for request in requests:
-            row, output = row_of(request), request.output_ids
+            row, output = request.req_pool_idx, request.output_ids
             if row is None or not output or request.extra_key is not None:
                 continue
             prompt = request.origin_input_ids
