@@ -48,7 +48,8 @@ async def fork(
 
 async def _undo(host: SandboxHost, making: list[asyncio.Task[Incarnation]], copies: Mapping[str, str]) -> None:
     for task in making:
-        task.cancel()
+        if not task.cancelling():  # a second one would interrupt its own tidying, and ours would meet it
+            task.cancel()
     await asyncio.gather(*making, return_exceptions=True)
     removed = await asyncio.gather(*map(host.remove, copies.values()), return_exceptions=True)
     for error in removed:

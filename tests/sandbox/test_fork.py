@@ -76,5 +76,19 @@ async def test_all_or_none(bench: Bench) -> None:
     assert await bench.host.incarnations(bench.run) == before
 
 
+async def test_a_checkpoint_that_is_removed_meanwhile_lasts_for_all_copies(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("head -c 50000 /dev/urandom > file")
+    expected = await live.sh("md5sum file")
+    checkpoint = await live.checkpoint()
+    before = await bench.host.incarnations(bench.run)
+    making = asyncio.create_task(forked(bench, live, checkpoint))
+    await until(lambda: is_more(bench, before), what="a copy in the making")
+    await bench.host.remove_checkpoint(checkpoint)
+    assert checkpoint not in await bench.host.checkpoints()
+    assert [await copy.sh("md5sum file") for copy in await making] == [expected] * 3
+    assert not bench.host.checkpoint_path(checkpoint).exists()
+
+
 async def is_more(bench: Bench, before: list[str]) -> bool:
     return await bench.host.incarnations(bench.run) != before
