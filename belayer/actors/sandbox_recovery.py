@@ -31,7 +31,7 @@ from belayer.observe.position import at, say
 from belayer.projections import sandbox, trajectory
 from belayer.projections.plan import GiveUp, LeaveAlone, Plan, RestoreSandbox, SandboxFailure, plan
 from belayer.projections.sandbox import SandboxState
-from belayer.projections.trajectory import Boundary
+from belayer.projections.trajectory import Boundary, TrajectoryState
 from belayer.sandbox.protocol import Incarnation, SandboxHost
 
 
@@ -86,11 +86,7 @@ class SandboxRecovery:
         failed = state.incarnation
         with steps.step("recovery.fence", stream=str(writer.stream), epoch=writer.epoch):
             await writer.append(RecoveryStarted(failed, "restore the sandbox", self._by))
-            rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
-            prefix = trajectory.fold(history)
-            decision = plan(prefix, state, SandboxFailure())
-            if prefix.phase in ("open", "recovering"):
-                await rollout.append(RecoveryStarted(failed, _in_words(decision), self._by))
+            rollout, prefix, decision = await self._fence(writer, name, state)
         say("belayer.recovery", "recovering the sandbox", failed=failed, plan=_in_words(decision))
         attempt = 0
         while isinstance(decision, RestoreSandbox):
@@ -113,6 +109,25 @@ class SandboxRecovery:
         if not isinstance(decision, RestoreSandbox):
             await writer.append(SandboxRemoved(failed, _in_words(decision)))
         await self._host.remove(failed)
+
+    async def _fence(
+        self, writer: StreamWriter, name: str, state: SandboxState
+    ) -> tuple[StreamWriter, TrajectoryState, Plan]:
+        """Take the trajectory, and say there what is under way: from then on a rollout that opens it waits.
+
+        One that opened it just before is shut out again. Leaving that to another try would wait for this one to end.
+        """
+        while True:
+            rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
+            prefix = trajectory.fold(history)
+            decision = plan(prefix, state, SandboxFailure())
+            try:
+                if prefix.phase in ("open", "recovering"):
+                    await rollout.append(RecoveryStarted(state.incarnation, _in_words(decision), self._by))
+                return rollout, prefix, decision
+            except FencedError:
+                if (await look(self._store, name)).epoch != writer.epoch:
+                    raise
 
     async def _restore(
         self, writer: StreamWriter, name: str, state: SandboxState, decision: RestoreSandbox, attempt: int
