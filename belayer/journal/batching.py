@@ -26,11 +26,10 @@ from belayer.ids import StreamId
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys
-from belayer.journal.link import LinkLostError
+from belayer.journal.link import LinkLostError, NotReadyError
 from belayer.journal.replies import Again
 from belayer.journal.sending import Sender
 from belayer.journal.server import REPLY_S
-from belayer.journal.server_checks import StillLoadingError
 from belayer.journal.writes import Append, TakeOver
 
 GROUPS = 2
@@ -67,17 +66,17 @@ class Lane:
     async def start(self) -> None:
         """Connect once, so that a wrong address or an unfit server shows here, and begin to send.
 
-        A server that still loads its data is waited for.
+        A server that still loads its data, or a failover that is under way, is waited for.
         """
         started = time.monotonic()
-        loading = AsyncRetrying(
-            retry=retry_if_exception_type(StillLoadingError),
+        waiting = AsyncRetrying(
+            retry=retry_if_exception_type(NotReadyError),
             stop=stop_after_delay(self._timeout_s),
             wait=wait_random_exponential(multiplier=0.01, max=_LONGEST_PAUSE_S),
             reraise=True,
         )
         try:
-            await loading(self._sender.linked, min(self._timeout_s, REPLY_S))
+            await waiting(self._sender.linked, min(self._timeout_s, REPLY_S))
         except LinkLostError as error:
             raise self._unavailable(started, error.cause) from None
         self._loop = asyncio.get_running_loop()

@@ -34,6 +34,13 @@ class LinkLostError(Exception):
         self.cause = cause
 
 
+class NotReadyError(LinkLostError):
+    """The server is there and will soon be what it is to be: it loads its data, or a failover makes it the primary.
+
+    A server that loads does not even say truly whether it has an append-only file.
+    """
+
+
 class _Wire(asyncio.Protocol):
     """Gives the replies, in order, to those who wait for them: so many to the first, so many to the next.
 

@@ -19,7 +19,7 @@ import hiredis
 
 from belayer.errors import InputError, ServerRefusedError
 from belayer.journal.address import FORMS, Address, parse_places
-from belayer.journal.link import Link, LinkLostError, Reply, pack
+from belayer.journal.link import Link, LinkLostError, NotReadyError, Reply, pack
 from belayer.journal.replies import is_transient
 from belayer.journal.route import Route
 from belayer.journal.server_checks import parse_info
@@ -67,7 +67,7 @@ class SentinelRoute:
             if isinstance(info, hiredis.ReplyError):
                 raise LinkLostError(f"{address.shown}: {info}")
             if (role := parse_info(info).get("role")) != "master":
-                raise LinkLostError(f"Sentinel names {address.shown}, which says that it is a {role}")
+                raise NotReadyError(f"Sentinel names {address.shown}, which says that it is a {role}")
         except BaseException:
             link.close()
             raise

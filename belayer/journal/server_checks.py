@@ -11,15 +11,11 @@ import hiredis
 
 from belayer.errors import ServerRefusedError
 from belayer.journal.durability import Durability
-from belayer.journal.link import Link, LinkLostError, Reply, pack
+from belayer.journal.link import Link, LinkLostError, NotReadyError, Reply, pack
 from belayer.journal.replies import is_transient
 
 OLDEST = (7, 0)
 OLDEST_WITH_WAITAOF = (7, 2)
-
-
-class StillLoadingError(LinkLostError):
-    """The server reads its data; until it is done it does not even say truly whether it has an append-only file."""
 
 
 async def check_server(
@@ -27,7 +23,7 @@ async def check_server(
 ) -> None:
     """Ask the server and judge its answers.
 
-    ServerRefusedError, StillLoadingError, or LinkLostError when the link breaks.
+    ServerRefusedError, NotReadyError, or LinkLostError when the link breaks.
     """
     commands = [pack(("INFO",)), pack(("CONFIG", "GET", "appendfsync"))]
     info, config = await link.exchange(commands, len(commands), timeout_s)
@@ -37,7 +33,7 @@ async def check_server(
         raise ServerRefusedError(address, "it does not answer INFO", str(info), "allow the user INFO (ACL: +info)")
     facts = parse_info(info)
     if facts.get("loading") == "1":
-        raise StillLoadingError("the server is still loading its data")
+        raise NotReadyError("the server is still loading its data")
     judge(address, facts, _appendfsync(config), durability, replicas, is_cluster)
 
 

@@ -13,6 +13,7 @@ from belayer.errors import FencedError, JournalUnavailableError, WrongSequenceEr
 from belayer.journal.codec import Recorded
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import TrajectoryFinished
+from belayer.journal.link import NotReadyError
 from belayer.journal.route import parse_routes
 from belayer.journal.sentinel import SentinelRoute
 from belayer.journal.store import JournalStore
@@ -148,3 +149,14 @@ async def test_a_clock_that_jumps_back_changes_no_order(made: Sentineled) -> Non
         notice = await notices.next(5.0)
         assert notice is not None and notice.tag == "trajectory-finished"
     await store.close()
+
+
+async def test_a_store_that_is_opened_in_mid_failover_waits_for_the_primary(made: Sentineled) -> None:
+    """The sentinels then name a server that is still, or already, a replica."""
+    primary, other = made.servers
+    await command(primary.url, "REPLICAOF", "127.0.0.1", str(other.port))
+    with pytest.raises(NotReadyError):
+        await SentinelRoute(made.url).open("look", 10.0)
+    opening = asyncio.create_task(opened(made.url))
+    await command(primary.url, "REPLICAOF", "NO", "ONE")
+    await (await opening).close()

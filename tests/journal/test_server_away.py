@@ -16,8 +16,8 @@ from belayer.errors import JournalUnavailableError
 from belayer.journal.address import parse_address
 from belayer.journal.durability import Durability
 from belayer.journal.embedded import EmbeddedServer
-from belayer.journal.link import Link
-from belayer.journal.server_checks import StillLoadingError, check_server
+from belayer.journal.link import Link, NotReadyError
+from belayer.journal.server_checks import check_server
 from belayer.journal.writer import take_over
 from tests.journal.faults import T, command, generation, opened, raw, stored, written
 from tests.waiting import until
@@ -159,7 +159,7 @@ async def test_a_server_that_loads_its_data_is_waited_for(tmp_path: Path) -> Non
         restarting = asyncio.create_task(server.restart())
         await until(lambda: is_loading(server.url), what="loading")
         link = await Link.open(parse_address(server.url), "look", 10.0)
-        with pytest.raises(StillLoadingError):
+        with pytest.raises(NotReadyError):
             await check_server(link, server.url, Durability.EVERYSEC, 0, False, 10.0)
         link.close()
         appended, other = await asyncio.gather(writer.append(generation(9)), opened(server.url))
