@@ -36,6 +36,11 @@ def actors(url: str, namespace: str, folder: Path) -> Service:
     return Service(("actors", "--url", url, "--namespace", namespace, *where))
 
 
+def parent(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("PPid:")))
+
+
 def lives(running: list[Running]) -> dict[int, int]:
     return {process.pid: start_ticks(process.pid) for process in running}
 
@@ -55,6 +60,15 @@ async def test_services_run_on_every_node_are_healed_and_end(
             lambda: any(p.node == struck.node and p.starts == 2 and p.pid != struck.pid for p in placed.running()),
             30.0,
             "the killed service was started again",
+        )
+
+        kept = first[1]
+        os.kill(parent(kept.pid), signal.SIGKILL)
+        await until(lambda: not is_alive(kept.pid, begun[kept.pid]), 30.0, "the dead keeper's service has ended")
+        await until(
+            lambda: any(p.node == kept.node and p.pid != kept.pid for p in placed.running()),
+            30.0,
+            "the node has a keeper and its service again",
         )
 
         third = cluster.add_node(**NODE)

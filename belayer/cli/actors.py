@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from belayer.cli import engine_options as options
-from belayer.cli.options import ArchiveUrl, Durability, Namespace, Url
+from belayer.cli.options import ArchiveUrl, Durability, Namespace, OwnerPid, Url
 
 if TYPE_CHECKING:
     from belayer.gpu.protocol import EngineHost
@@ -51,9 +51,7 @@ def actors(
     namespace: Namespace = "default",
     durability: Durability = "everysec",
     archive: ArchiveUrl = None,
-    owner_pid: Annotated[
-        int | None, typer.Option(help="End when this process has ended. The engines end with it too.")
-    ] = None,
+    owner_pid: OwnerPid = None,
     run: Annotated[
         str | None, typer.Option(help="The owner's run: removed, with all it created, before we end.")
     ] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from belayer.cli.options import ArchiveUrl, Durability, Namespace, Url
+from belayer.cli.options import ArchiveUrl, Durability, Namespace, OwnerPid, Url
 from belayer.errors import InputError
 from belayer.gpu.gateway.settings import Settings
 
@@ -96,7 +96,12 @@ def gateway(
     drain_s: Annotated[
         float, _option("How long running requests may finish after SIGTERM.", "DRAIN_S", 0)
     ] = _DEFAULT.drain_s,
+    owner_pid: OwnerPid = None,
 ) -> None:
+    if owner_pid is not None:
+        from belayer.processes import exit_with_owner
+
+        exit_with_owner(owner_pid)
     settings = Settings(
         max_streams=_possible(max_streams),
         on_disconnect=on_disconnect,

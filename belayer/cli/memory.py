@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from belayer.cli import engine_options as options
+from belayer.cli.options import OwnerPid
 from belayer.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def memory(
         typer.Option("--socket", envvar="BELAYER_MEMORY_SOCKET", help="The server's Unix socket (mode 0600)."),
     ] = None,
     device: options.Device = "cpu",
-    owner_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
+    owner_pid: OwnerPid = None,
     hang_s: options.HangS = options.DEFAULT_HANG_S,
     hang_per_token_s: Annotated[
         float, typer.Option(help="And so much longer for each token of a prefill under way.", min=0.0)

@@ -23,6 +23,9 @@ Url = Annotated[
     ),
 ]
 Namespace = Annotated[str, typer.Option(envvar="BELAYER_NAMESPACE", help="Whose keys on the server.")]
+OwnerPid = Annotated[
+    int | None, typer.Option(envvar="BELAYER_OWNER_PID", help="End when this process has ended, engines included.")
+]
 Durability = Annotated[str, typer.Option(envvar="BELAYER_DURABILITY", help="memory, everysec, fsync or replicated.")]
 ArchiveUrl = Annotated[
     str | None,
