@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,9 @@ import pytest
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.redis_store import RedisStore
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell that starts the tests in the background ignores SIGINT; what they start and interrupt would inherit that."""
 
 hypothesis.settings.register_profile("belayer", deadline=None)
 hypothesis.settings.load_profile("belayer")

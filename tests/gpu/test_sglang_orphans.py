@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,13 @@ pytestmark = [
 def loading(pid: int) -> dict[int, int]:
     """The processes that multiprocessing has spawned for this one and that load torch, with their start ticks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {
-        int(child): start_ticks(int(child))
-        for child in children
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-        and "libtorch" in Path(f"/proc/{child}/maps").read_text()
-    }
+    found = {}
+    for child in children:
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            spawned = b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if spawned and "libtorch" in Path(f"/proc/{child}/maps").read_text():
+                found[int(child)] = start_ticks(int(child))
+    return found
 
 
 def started(command: list[str], settings: dict[str, str], ready_fd: int, log: Path) -> subprocess.Popen[bytes]:

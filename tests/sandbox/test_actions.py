@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,11 @@ async def test_timeouts_statuses_and_orphans(bench: Bench) -> None:
 def children(pid: int) -> list[str]:
     """Names of the process's children, zombies among them."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [Path(f"/proc/{child}/comm").read_text().strip() for child in found]
+    names = []
+    for child in found:
+        with suppress(FileNotFoundError, ProcessLookupError):  # reaped meanwhile
+            names.append(Path(f"/proc/{child}/comm").read_text().strip())
+    return names
 
 
 async def test_a_container_killed_in_an_action_is_a_failure_at_once(bench: Bench) -> None:
