@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
 from belayer.processes import is_alive
-from belayer.sandbox import lazy, probe
+from belayer.sandbox import lazy, memory, probe
 from belayer.sandbox.blobs import image_path, keys_of, layer_path
 from belayer.sandbox.captured import Captured
 from belayer.sandbox.containers import Container
@@ -205,18 +206,27 @@ class Capture:
         self._mounts = mounts.sources
         target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, self._watched())
         held = [self._incarnation.pid]  # until they are frozen, others come and go
-        with self._criu.worker(keep_open=[lock]) as worker:
+        messages = self._criu.image_messages()
+        with ExitStack() as stack:
+            worker = stack.enter_context(self._criu.worker(keep_open=[lock]))
+            copy = memory.room_for(freezer.processes())
+            if copy is not None:
+                stack.enter_context(copy)
             mapped = mapped_inodes(freezer.processes())
             layer.prepare()
 
             def when_ready() -> None:
                 held[:] = self._freeze(freezer)
+                if copy is not None:
+                    copy.begin(held)
                 self._refuse_obstacles(held, held=False)
                 self._probe = probe.take(held)
 
             def before_release() -> None:
                 self._stop_if_cancelled()
                 layer.settle(mapped | mapped_inodes(held))
+                if copy is not None:
+                    copy.complete(images, messages)
 
             try:
                 worker.dump(
@@ -226,10 +236,14 @@ class Capture:
                     when_ready,
                     before_release,
                     still_wanted=lambda: _in_the_way(held),
+                    without_memory=copy is not None,
                 )
             finally:
                 freezer.thaw()
-        return time.monotonic() - self._frozen_at
+            frozen_s = time.monotonic() - self._frozen_at
+            if copy is not None:
+                copy.write(images, messages)
+        return frozen_s
 
     def _freeze(self, freezer: Freezer) -> list[int]:
         """Freeze the container and verify, with everything stopped, that this is the boundary that was asked for, and

@@ -25,12 +25,14 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from belayer.errors import HostUnfitError, SandboxError
-from belayer.sandbox.eager import Messages
+from belayer.sandbox.pagemap import Messages
 
 MINIMUM_VERSION = (4, 2)
 REPLY_BYTES = 1 << 16
 LOOK_EVERY_S = 0.05
 LOG_FILE = "dump.log"
+PAGES_READY = "status-ready"
+"""CRIU has dumped everything and would now serve pages."""
 CLONE_NEWNET = 0x40000000
 GHOST_LIMIT_BYTES = 2 << 30
 """Deleted files that a process still has open are kept in the images up to this size."""
@@ -101,7 +103,7 @@ class Criu:
         self.messages()
         from pycriu.images import mm_pb2, pagemap_pb2  # type: ignore[import-not-found]
 
-        return _ImageMessages(pagemap_pb2.pagemap_entry, mm_pb2.mm_entry)
+        return _ImageMessages(pagemap_pb2.pagemap_head, pagemap_pb2.pagemap_entry, mm_pb2.mm_entry)
 
     def worker(self, keep_open: Sequence[int] = ()) -> Worker:
         """A CRIU process that waits for its request. It holds the given descriptors open until it ends."""
@@ -110,6 +112,7 @@ class Criu:
 
 @dataclass(frozen=True, slots=True)
 class _ImageMessages:
+    pagemap_head: Any
     pagemap_entry: Any
     mm_entry: Any
 
@@ -162,6 +165,7 @@ class Worker:
         when_ready: Callable[[], object],
         before_release: Callable[[], object],
         still_wanted: Callable[[], str | None],
+        without_memory: bool = False,
     ) -> None:
         """Dump the processes into the folder `images` and leave them as they were; thawing them is the caller's.
 
@@ -170,6 +174,10 @@ class Worker:
         SandboxError of theirs ends the dump and is raised again. `still_wanted` is asked now and then; a
         reason that it returns ends the dump. (A held process that is killed cannot die, and CRIU would wait for it:
         somebody has to look.) CriuError, with its log, when CRIU does not do it.
+
+        `without_memory`: private anonymous pages are named in the pagemaps and left to the caller, who copies them in
+        `before_release` at the latest. CRIU would serve them to somebody then; it is told not to, which it calls a
+        failure, and lets go of the processes.
         """
         steps = {"pre-dump": when_ready, "post-dump": before_release}
         folder = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -194,6 +202,7 @@ class Worker:
             options.network_lock = self._messages.SKIP  # no interface but lo: nothing arrives meanwhile
             options.freeze_cgroup = str(target.freezer)
             options.ghost_limit = GHOST_LIMIT_BYTES
+            options.lazy_pages = without_memory
             options.log_level = 2
             options.log_file = LOG_FILE
             options.timeout = max(1, int(timeout_s))
@@ -213,12 +222,15 @@ class Worker:
         still_wanted: Callable[[], str | None],
     ) -> None:
         failure: Exception | None = None
+        enough = False
         try:
             self._socket.send(request.SerializeToString())
             while (reply := self._receive(timeout_s, still_wanted)).type == self._messages.NOTIFY:
                 if reply.notify.script in steps:
                     failure = _failure_of(steps[reply.notify.script])
-                answer = self._messages.criu_req(type=self._messages.NOTIFY, notify_success=failure is None)
+                enough = reply.notify.script == PAGES_READY
+                success = failure is None and not enough
+                answer = self._messages.criu_req(type=self._messages.NOTIFY, notify_success=success)
                 self._socket.send(answer.SerializeToString())
         except OSError as error:
             raise CriuError(f"CRIU ended ({error}){errors_in(images / LOG_FILE)}") from None
@@ -227,7 +239,7 @@ class Worker:
             raise
         if failure is not None:
             raise failure
-        if reply.type != request.type or not reply.success:
+        if not enough and (reply.type != request.type or not reply.success):
             raise CriuError(f"CRIU failed{errors_in(images / LOG_FILE)}")
 
     def _receive(self, timeout_s: float, still_wanted: Callable[[], str | None]) -> Any:
