@@ -47,7 +47,7 @@ class BlockingJournal:
         self._thread.start()
         try:
             store = self.call(open_store(url, namespace=namespace, durability=durability))
-            self._store = with_archive(store, archive, namespace)
+            self._store = self.call(with_archive(store, archive, namespace))
         except BaseException:
             self._stop()
             raise

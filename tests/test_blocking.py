@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from pathlib import Path
 
 import pytest
 
 from belayer.blocking import BlockingJournal, new_event_loop
-from belayer.errors import ArchivedError, JournalUnavailableError, ProtocolError
+from belayer.errors import ArchivedError, InputError, JournalUnavailableError, ProtocolError
 from belayer.projections.trajectory import Boundary
 from tests.cli.command import belayer
 
@@ -54,6 +55,15 @@ def test_a_trajectory_that_is_in_the_archive_is_opened(redis_url: str, namespace
             assert (trajectory.state.phase, trajectory.state.context()) == ("finished", [1, 2])
     with BlockingJournal(redis_url, namespace=namespace) as journal, pytest.raises(ArchivedError):
         journal.trajectory("t")
+
+
+def test_an_archive_that_cannot_be_opened_leaves_nothing_at_work(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(InputError, match="nosuch"):
+        BlockingJournal(redis_url, namespace=namespace, archive="nosuch://archive")
+    gc.collect()
+    assert caplog.messages == [], "asyncio tells of tasks that nobody has ended"
 
 
 @pytest.mark.parametrize("installed", [True, False])

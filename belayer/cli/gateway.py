@@ -175,7 +175,7 @@ async def _run(
 
     if not url:
         raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")
-    store = with_archive(await open_store(url, durability=durability, namespace=namespace), archive, namespace)
+    store = await with_archive(await open_store(url, durability=durability, namespace=namespace), archive, namespace)
 
     async def report(worker: str, incarnation: str, kind: Literal["died", "unreachable"], evidence: str) -> None:
         await report_engine_failure(store, worker, incarnation, kind, evidence, "gateway")

@@ -53,9 +53,9 @@ async def open_journal(url: str | None, namespace: str, archive: str | None = No
 
     if not url:
         raise InputError("no journal is named; give --url, BELAYER_JOURNAL_URL or journal_url in belayer.toml")
-    store = await open_store(url, namespace=namespace, timeout_s=_TIMEOUT_S)
+    store = await with_archive(await open_store(url, namespace=namespace, timeout_s=_TIMEOUT_S), archive, namespace)
     try:
-        yield with_archive(store, archive, namespace)
+        yield store
     finally:
         await store.close()
 

@@ -88,14 +88,21 @@ async def open_store(
     return store
 
 
-def with_archive(store: JournalStore, archive: str | None, namespace: str) -> JournalStore:
-    """The store, read across the archive when one is named. ArchiveError, InputError when that cannot be opened."""
+async def with_archive(store: JournalStore, archive: str | None, namespace: str) -> JournalStore:
+    """The store, read across the archive when one is named.
+
+    ArchiveError, InputError when that cannot be opened; the store is then closed.
+    """
     if not archive:
         return store
     from belayer.journal.archive import open_archive
     from belayer.journal.archived_store import ArchivedStore
 
-    return ArchivedStore(store, open_archive(archive, namespace))
+    try:
+        return ArchivedStore(store, open_archive(archive, namespace))
+    except BaseException:
+        await store.close()
+        raise
 
 
 async def _shards(routes: Routes, namespace: str, timeout_s: float) -> int:
