@@ -151,12 +151,16 @@ class Checkpointer:
             report.size_bytes,
             report.frozen_s,
             report.total_s,
+            report.stored_bytes,
+            report.not_captured,
         )
         try:
             await writer.append(published)
         except FencedError:
             await self._host.remove_checkpoint(checkpoint)
             raise
+        steps.count("checkpoint.captured_bytes", report.size_bytes)
+        steps.count("checkpoint.stored_bytes", report.stored_bytes)
         for old in disposable(prefix, sandbox.evolve(state, writer.sequence, published), KEPT_CHECKPOINTS):
             await self._discard(writer, old, "newer ones are published")
 

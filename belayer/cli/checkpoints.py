@@ -85,13 +85,21 @@ def _row(home: Home, name: str, verify: bool) -> dict[str, Any]:
     from belayer.sandbox.manifest import read_manifest
     from belayer.sandbox.manifest import verify as verify_bytes
 
-    row: dict[str, Any] = {"checkpoint": name, "trajectory": "", "run": "", "action": None, "processes": False}
+    row: dict[str, Any] = {
+        "checkpoint": name,
+        "trajectory": "",
+        "run": "",
+        "action": None,
+        "processes": False,
+        "not_captured": (),
+    }
     row |= {"age_s": 0.0, "why": "", "damage": ""}
     folder = home.checkpoint(name)
     try:
         manifest = read_manifest(folder)
         row |= {"trajectory": manifest.trajectory, "run": manifest.run, "action": manifest.action}
         row |= {"processes": not manifest.quiet, "age_s": round(time.time() - manifest.created_at_s, 1)}
+        row["not_captured"] = manifest.not_captured
         if verify:
             verify_bytes(folder, manifest, thorough=True)
     except RestoreFailedError as error:
@@ -136,6 +144,8 @@ def _print(found: dict[str, Any], verified: bool) -> None:
         table.add_column(heading, overflow="fold", justify="right" if heading in ("size", "alone") else "left")
     for row in found["checkpoints"]:
         remark = Text(f"damaged: {row['damage']}", "bold red") if row["damage"] else Text(row["why"])
+        if row["not_captured"]:
+            remark.append(f"\nwithout the contents of {', '.join(row['not_captured'])}", "yellow")
         table.add_row(
             row["checkpoint"],
             "?" if row["action"] is None else str(row["action"]),

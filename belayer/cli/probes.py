@@ -195,6 +195,15 @@ def probe_cgroup() -> Finding:
     return Finding("cgroup", False, f"nothing usable at {root}", f"as root, `mount -t cgroup2 cgroup2 {root}`")
 
 
+def probe_left_out() -> Finding:
+    """What no checkpoint ever holds; docs/sandbox.md has the reasons."""
+    never = (
+        "never the contents of bind mounts and volumes (each checkpoint's event and manifest name theirs), "
+        "connections to the outside, or processes of `docker exec`"
+    )
+    return Finding("Checkpoints", True, f"hold a container's files and processes, {never}", "", needed=False)
+
+
 def _existing(path: Path) -> Path:
     """The path, or its nearest parent that exists."""
     while not path.exists():
@@ -288,6 +297,7 @@ PROBES: tuple[Callable[[], Finding], ...] = (
     probe_criu_lazy,
     probe_criu_tracking,
     probe_reflink,
+    probe_left_out,
     probe_gpu,
     probe_sglang,
 )

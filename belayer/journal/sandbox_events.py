@@ -64,6 +64,10 @@ class CheckpointPublished(Event, frozen=True, array_like=True, tag="checkpoint-p
     size_bytes: int
     frozen_s: float
     total_s: float
+    stored_bytes: int = 0
+    """What it added to the disk; `size_bytes` counts what it shares with other checkpoints, too."""
+    not_captured: tuple[str, ...] = ()
+    """Mount points of the host's folders and volumes, whose contents are not in it."""
 
 
 class CheckpointExtended(Event, frozen=True, array_like=True, tag="checkpoint-extended"):

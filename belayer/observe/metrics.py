@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from belayer.errors import InputError, JournalUnavailableError
-from belayer.observe.steps import STEPS, Ended, Fields, observing
+from belayer.observe.steps import COUNTS, STEPS, Ended, Fields, observing
 
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 LAG_EVERY_S = 5.0
@@ -58,6 +58,10 @@ class Metrics:
         self._waiting = Gauge(
             "belayer_waiting_bytes", "Bytes of events that wait in this process to be stored.", registry=registry
         )
+        self._counts = {
+            what: Counter(f"belayer_{what.replace('.', '_')}", meaning, registry=registry)
+            for what, meaning in COUNTS.items()
+        }
         self._steps = {step: self._took.labels(step) for step in STEPS}
 
     def begin(self, step: str, fields: Fields) -> Ended:
@@ -69,6 +73,9 @@ class Metrics:
                 self._failed.labels(step, type(error).__name__).inc()
 
         return ended
+
+    def count(self, what: str, amount: float) -> None:
+        self._counts[what].inc(amount)
 
     def waiting(self, size_bytes: Callable[[], int]) -> None:
         """Show what this function says as the bytes that wait; a store's `waiting_bytes`, say."""

@@ -31,6 +31,12 @@ STEPS = {
 }
 """Every step and what it is."""
 
+COUNTS = {
+    "checkpoint.captured_bytes": "Bytes that captures of sandboxes hold, what they share counted each time.",
+    "checkpoint.stored_bytes": "Bytes that captures of sandboxes have added to the disk.",
+}
+"""Every amount that is added up and what it is."""
+
 Ended = Callable[[float, BaseException | None], None]
 """Told how long the step took, in seconds, and the exception that ended it, if one did."""
 Fields = Mapping[str, str | int]
@@ -41,6 +47,10 @@ class Observer(Protocol):
 
     def begin(self, step: str, fields: Fields) -> Ended:
         """A step begins, in the calling task; its end is told in the same task."""
+        ...
+
+    def count(self, what: str, amount: float) -> None:
+        """There is more of something, of COUNTS."""
         ...
 
 
@@ -69,6 +79,12 @@ def took(name: str, took_s: float, **fields: str | int) -> None:
     """A step that someone else has measured has taken `took_s` seconds."""
     for observer in observers:
         observer.begin(name, fields)(took_s, None)
+
+
+def count(what: str, amount: float) -> None:
+    """There is so much more of `what`, of COUNTS."""
+    for observer in observers:
+        observer.count(what, amount)
 
 
 class _Step(AbstractContextManager[None]):

@@ -34,3 +34,6 @@ class Tracing:
             span.end()
 
         return ended
+
+    def count(self, what: str, amount: float) -> None:
+        trace.get_current_span().set_attribute(f"belayer.{what}", amount)

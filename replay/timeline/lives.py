@@ -57,7 +57,8 @@ class Lives:
                 checkpoint = self._checkpoints[event.checkpoint]
                 checkpoint.end_ns, checkpoint.state, checkpoint.was_published = now_ns, "published", True
                 checkpoint.size_bytes, checkpoint.frozen_s = event.size_bytes, event.frozen_s
-                checkpoint.total_s = event.total_s
+                checkpoint.total_s, checkpoint.stored_bytes = event.total_s, event.stored_bytes
+                checkpoint.not_captured = event.not_captured
             case CheckpointExtended() if event.begun in self._checkpoints:
                 checkpoint = self._checkpoints[event.begun]
                 checkpoint.end_ns, checkpoint.state, checkpoint.held_by = now_ns, "extended", event.checkpoint

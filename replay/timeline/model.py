@@ -62,6 +62,10 @@ class Checkpoint:
     was_published: bool = False
     held_by: str = ""
     size_bytes: int = 0
+    stored_bytes: int = 0
+    """What it added to the disk; 0 when an older version wrote the event."""
+    not_captured: tuple[str, ...] = ()
+    """Mount points whose contents are not in it."""
     frozen_s: float = 0.0
     total_s: float = 0.0
     reason: str = ""

@@ -100,7 +100,9 @@ def captured(checkpoint: Checkpoint) -> str:
     """A checkpoint in a few words."""
     if checkpoint.was_published:
         frozen, took = seconds(checkpoint.frozen_s), seconds(checkpoint.total_s)
-        return f"checkpoint {size(checkpoint.size_bytes)}, frozen {frozen} of {took}"
+        new = f" ({size(checkpoint.stored_bytes)} new)" if checkpoint.stored_bytes else ""
+        without = f", without {', '.join(checkpoint.not_captured)}" if checkpoint.not_captured else ""
+        return f"checkpoint {size(checkpoint.size_bytes)}{new}, frozen {frozen} of {took}{without}"
     if checkpoint.held_by:
         return f"nothing had changed since checkpoint {checkpoint.held_by}, frozen {seconds(checkpoint.frozen_s)}"
     return f"no checkpoint: {checkpoint.reason}" if checkpoint.state == "discarded" else "checkpoint not finished"
@@ -145,6 +147,11 @@ def figures(story: Story) -> list[tuple[str, str, str]]:
             else "none published",
         ),
     ]
+    stored_bytes = sum(one.stored_bytes for one in published)
+    if stored_bytes:
+        rows.append(("stored", size(stored_bytes), f"of {size(sum(one.size_bytes for one in published))} captured"))
+    if mounts := sorted({mount for one in published for mount in one.not_captured}):
+        rows.append(("not captured", ", ".join(mounts), "folders of the host and volumes"))
     found = "clean" if not story.findings else plural(story.findings, "finding")
     rows.append(("audit", found, "sequences, digests, boundaries"))
     if story.sealed_with:

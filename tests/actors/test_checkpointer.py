@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,21 @@ async def test_a_capture_that_cannot_be_published_any_more_is_discarded(overtake
     patience_s = 1000.0 if overtaken else 0.05
     await asyncio.wait_for(Checkpointer(store, host, "host", "next", patience_s).handle(NOTICE), 10)
     assert await captures(store) == [CheckpointStarted, CheckpointDiscarded, CheckpointStarted, CheckpointPublished]
+
+
+async def test_the_event_says_what_was_stored_and_what_is_not_in_it() -> None:
+    class Mounted(ModelHost):
+        async def checkpoint(
+            self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
+        ) -> CheckpointReport:
+            report = await super().checkpoint(incarnation, checkpoint, action, since, hold)
+            return replace(report, size_bytes=100, stored_bytes=40, not_captured=("/data",))
+
+    store, host = MemoryStore(), Mounted()
+    await one_action(store, host)
+    await Checkpointer(store, host, "host", "one").handle(NOTICE)
+    (published,) = (await look(store, NAME)).published.values()
+    assert (published.size_bytes, published.stored_bytes, published.not_captured) == (100, 40, ("/data",))
 
 
 async def test_a_stream_that_has_moved_on_is_not_taken() -> None:

@@ -218,6 +218,14 @@ def test_the_table_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mon
     assert "cannot run here yet" in " ".join(result.stdout.split())
 
 
+def test_it_says_what_is_never_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BELAYER_HOME", str(tmp_path))
+    report = msgspec.json.decode(CliRunner().invoke(app, ["--json"]).stdout, type=Report)
+    said = by_name(report.findings)["Checkpoints"]
+    assert said.ok and not said.needed
+    assert "never the contents of bind mounts and volumes" in said.detail
+
+
 @pytest.mark.sandbox
 def test_a_machine_after_set_up_is_ready() -> None:
     findings = examine()

@@ -56,7 +56,7 @@ EXAMPLES: list[AnyEvent] = [
     events.Sealed("k1", bytes(12), b"ciphertext and tag", events.TokensAppended(1, 0, 2, b"", b"", b"", 5)),
     events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", SPEC),
     events.CheckpointStarted("c-1", "i-1", 1, 9),
-    events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5),
+    events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5, 512, ("/data", "/vol")),
     events.CheckpointExtended("c-1", "c-2", "i-1", 2, 14, 0.001, 0.01),
     events.CheckpointDiscarded("c-1", "not idle"),
     events.SandboxRestored("c-1", 1, 9, "i-2", "c0ffee", "sha256:0", "host", 18, 12346, 0.3),
@@ -98,6 +98,7 @@ EARLIER: dict[str, list[AnyEvent]] = {
         events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", FIRST_SPEC),
         events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", SECOND_SPEC),
     ],
+    "checkpoint-published": [events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5, 0, ())],
 }
 """How the golden bytes of earlier versions are read today, for each tag, oldest first. Only ever added to."""
 

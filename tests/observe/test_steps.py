@@ -67,6 +67,19 @@ async def test_a_step_that_fails_is_counted_as_such() -> None:
     assert steps_taken(registry)["append"] == 1
 
 
+def test_what_is_counted_is_in_the_metrics_and_on_the_span() -> None:
+    registry, exporter, provider = CollectorRegistry(), InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with observing(Metrics(registry)), observing(Tracing(provider)):
+        for size_bytes in (1000, 24):
+            with steps.step("checkpoint"):
+                steps.count("checkpoint.stored_bytes", size_bytes)
+    assert registry.get_sample_value("belayer_checkpoint_stored_bytes_total") == 1024
+    assert registry.get_sample_value("belayer_checkpoint_captured_bytes_total") == 0
+    said = [dict(span.attributes or {})["belayer.checkpoint.stored_bytes"] for span in exporter.get_finished_spans()]
+    assert said == [1000, 24]
+
+
 async def test_spans_say_of_what_and_are_nested() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()

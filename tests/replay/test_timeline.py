@@ -15,6 +15,7 @@ from belayer.errors import InputError, UnknownStreamError
 from belayer.journal.columns import pack_token_ids
 from belayer.journal.events import (
     CheckpointExtended,
+    CheckpointPublished,
     CheckpointStarted,
     FailureDetected,
     HandoverCompleted,
@@ -30,7 +31,7 @@ from replay.timeline.model import Story as Told
 from replay.timeline.page import page, write_page
 from replay.timeline.source import from_entries, from_file
 from replay.timeline.terminal import show
-from replay.timeline.words import figures, headline, recovered
+from replay.timeline.words import captured, figures, headline, recovered
 from tests.histories import Life, lives
 from tests.replay.journals import (
     BOX,
@@ -106,6 +107,20 @@ def test_checkpoints_and_who_needed_them() -> None:
     ]
     by_number = [(action.number, action.checkpoint and action.checkpoint.name) for action in story.actions]
     assert by_number == [(1, "t-b1"), (2, None), (3, None), (2, "t-b2-again"), (3, None)]
+
+
+def test_what_a_checkpoint_stored_and_left_out_is_told() -> None:
+    story = underway()
+    story.take_over(BOX, "checkpointer")
+    at = "t-b3", "box-2", 3, story.sequence(T)
+    story.write(BOX, CheckpointStarted(*at), CheckpointPublished(*at, 3_000_000, 0.02, 0.2, 12_000, ("/data", "/vol")))
+    known = told(story)
+    assert captured(known.checkpoints[-1]) == (
+        "checkpoint 3.0 MB (12 KB new), frozen 20 ms of 0.20 s, without /data, /vol"
+    )
+    assert ("stored", "12 KB", "of 3.0 MB captured") in figures(known)
+    assert "/data, /vol" in printed(known)
+    assert "without /data, /vol" in page(known)
 
 
 def test_a_boundary_at_which_nothing_had_changed() -> None:
