@@ -260,6 +260,23 @@ def probe_gpu() -> Finding:
     return Finding("GPU", True, "; ".join(text.splitlines()), "", needed=False)
 
 
+def probe_gpu_errors() -> Finding:
+    """Whether the memory server would hear of XID errors. Asked in the interpreter that has NVML's package."""
+    name = "GPU errors"
+    if shutil.which("nvidia-smi") is None:
+        return Finding(name, False, "no GPU to ask", "only real engines on a GPU need it", needed=False)
+    python = str(find_python() or sys.executable)
+    try:
+        without = _ask(python, "-m", "belayer.gpu.health").splitlines()
+    except _NoAnswerError as error:
+        remedy = f"`{python} -m pip install nvidia-ml-py`, and look at `nvidia-smi`: no engine starts without NVML"
+        return Finding(name, False, str(error), remedy, needed=False)
+    if without:
+        remedy = "let the virtual machine or container have XID events; without them ECC errors alone are seen"
+        return Finding(name, False, "; ".join(without), remedy, needed=False)
+    return Finding(name, True, "XID events and ECC errors are watched", "", needed=False)
+
+
 def probe_sglang() -> Finding:
     """SGLang with our plugin in it: needed for real engines alone. Nothing of it is imported."""
     name, python = "SGLang", find_python()
@@ -299,5 +316,6 @@ PROBES: tuple[Callable[[], Finding], ...] = (
     probe_reflink,
     probe_left_out,
     probe_gpu,
+    probe_gpu_errors,
     probe_sglang,
 )

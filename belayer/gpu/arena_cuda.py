@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _GRANULARITY_BYTES = 2 << 20
 _SCRATCH_BYTES = 256 << 20
+_BUS_ID_BYTES = 32
 
 
 def _driver() -> Any:
@@ -47,6 +48,18 @@ def _properties(device: int) -> Any:
     properties.location.id = device
     properties.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     return properties
+
+
+def pci_bus_id(device: int) -> str:
+    """Where CUDA's device of that number is on the PCI bus, as NVML names it too: `0000:C1:00.0`.
+
+    CUDA's numbers depend on CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; NVML knows neither.
+    """
+    cuda = _driver()
+    _checked("cuInit", cuda.cuInit(0))
+    handle = _checked("cuDeviceGet", cuda.cuDeviceGet(device))
+    name: bytes = _checked("cuDeviceGetPCIBusId", cuda.cuDeviceGetPCIBusId(_BUS_ID_BYTES, handle))
+    return name.rstrip(b"\0").decode()
 
 
 class CudaOwner:

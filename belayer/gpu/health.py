@@ -2,7 +2,10 @@
 
 NVML is asked in a thread of its own, over and over: for XID errors, which come as events, and for uncorrected ECC
 errors. Whoever wants to know gets what is known, at once; when NVML itself fails, or is silent for too long (a driver
-that hangs does not come back), that is the evidence. A device without NVML (the CPU) is always fit.
+that hangs does not come back), that is the evidence. A device without NVML (the CPU) is always fit. NVML numbers GPUs
+in its own order and knows no CUDA_VISIBLE_DEVICES, so the GPU is named by the PCI address that CUDA gives.
+
+`python -m belayer.gpu.health` says which GPUs of this machine offer XID events, for `belayer doctor`.
 """
 
 # torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
@@ -10,12 +13,15 @@ that hangs does not come back), that is the evidence. A device without NVML (the
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from belayer.gpu.arena import device_index
+from belayer.gpu.arena_cuda import pci_bus_id
 from belayer.gpu.errors import ArenaError, DeviceCallError
 
 BENIGN_XIDS = frozenset({13, 31, 43, 45, 137})
@@ -23,6 +29,7 @@ BENIGN_XIDS = frozenset({13, 31, 43, 45, 137})
 stopped processing, 45 cleanup after a process was killed, 137 a fault on another GPU's memory over NVLink, which a rank
 meets when its peer is killed). A kill of ours causes some of these."""
 
+_log = logging.getLogger("belayer.memory")
 _EVENT_WAIT_MS = 1000
 _SILENCE_S = 10.0
 
@@ -34,7 +41,7 @@ def device_health(device: str) -> Callable[[], str]:
     """A function that returns at once: why the device is unfit, or "" when it is fit."""
     if device == "cpu":
         return lambda: ""
-    return BoundedHealth(lambda: _open_nvml(device_index(device)))
+    return BoundedHealth(lambda: _open_nvml(pci_bus_id(device_index(device))))
 
 
 class BoundedHealth:
@@ -65,7 +72,7 @@ class BoundedHealth:
         self._asked_s = float("inf")
 
 
-def _open_nvml(index: int) -> Look:
+def _open_nvml(bus_id: str) -> Look:
     import pynvml
 
     def guarded(call: Callable[[], Any]) -> Any:
@@ -74,27 +81,31 @@ def _open_nvml(index: int) -> Look:
         except pynvml.NVMLError as error:
             raise DeviceCallError("NVML", str(error)) from None
 
-    nvml = guarded(lambda: _Nvml(index))
+    nvml = guarded(lambda: _Nvml(bus_id))
+    if nvml.without_events:
+        _log.warning("the GPU at %s is watched for ECC errors alone: %s", bus_id, nvml.without_events)
     return lambda: guarded(nvml.look)
 
 
 class _Nvml:
-    """NVML of one device; raises NVMLError when it fails."""
+    """NVML of one device, by its PCI address; raises NVMLError when it fails."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, bus_id: str) -> None:
         import pynvml
 
         self._nvml: Any = pynvml
         pynvml.nvmlInit()
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
         self._ecc_at_start = self._uncorrected_ecc()
         self._events: Any = None
+        self.without_events = ""
+        """Why no XID events come; a virtual machine may offer none. ECC and the engines' own errors remain."""
         try:
             events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, events)
             self._events = events
-        except pynvml.NVMLError:
-            pass  # a virtual machine may offer no events; ECC and the engines' own errors remain
+        except pynvml.NVMLError as error:
+            self.without_events = f"NVML offers no XID events ({error})"
 
     def look(self) -> str:
         xid = self._next_xid()
@@ -120,3 +131,32 @@ class _Nvml:
             return int(nvml.nvmlDeviceGetTotalEccErrors(self._handle, kind, counter))
         except nvml.NVMLError_NotSupported:
             return 0
+
+
+def without_xid_events() -> list[str]:
+    """For each GPU of this machine whose XID errors nobody is told of: which it is, and why."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    bus_ids = [str(pynvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
+    return [f"{bus_id}: {why}" for bus_id in bus_ids if (why := _Nvml(bus_id).without_events)]
+
+
+def main() -> int:
+    """One line a GPU that offers no XID events; exit status 1 and the reason when NVML cannot be asked."""
+    try:
+        import pynvml
+    except ImportError as error:
+        sys.stderr.write(f"{error} (nvidia-ml-py has it)\n")
+        return 1
+    try:
+        sys.stdout.writelines(f"{line}\n" for line in without_xid_events())
+    except pynvml.NVMLError as error:
+        sys.stderr.write(f"NVML does not work: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,8 @@
 """The memory server: owns one device's weights and KV arena, lends them to engines, and outlives every one of them.
 
 One thread and one selector: every message, death and deadline is handled whole before the next. It runs no kernel.
+The device's health is asked all the time: once it is bad, nothing is lent, and who watches is told of the engine that
+holds the arena.
 When the server itself dies, engines keep what they have mapped and go on; nothing can be promoted or published until
 a new server is up, whose engines start anew.
 """
@@ -12,6 +14,7 @@ import os
 import selectors
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +32,7 @@ from belayer.gpu.weights_desk import WeightsDesk
 from belayer.processes import open_pidfd, start_ticks
 
 _TICK_S = 0.05
+_HEALTH_EVERY_S = 0.5
 
 
 class MemoryServer:
@@ -48,6 +52,11 @@ class MemoryServer:
         self._path = socket_path
         self._health = health
         self._unhealthy = ""
+        self._suspicion = ""
+        """Evidence of the last look; it counts when seen twice: one silence may be this server's own, when stopped."""
+        self._looked_s = 0.0
+        self._unfit: Peer | None = None
+        """The holder that watchers have been told of as being on a bad device."""
         self._peers: dict[int, Peer] = {}
         self._weights = WeightsDesk(owner)
         self._arena = ArenaDesk(owner, self._weights, hang_rule or HangRule(), self._notify, self._later)
@@ -75,6 +84,7 @@ class MemoryServer:
             for key, _ in self._selector.select(_TICK_S):
                 key.data()
             self._arena.tick()
+            self._look_at_health()
         for peer in list(self._peers.values()):
             peer.connection.close()
         self._path.unlink(missing_ok=True)
@@ -185,6 +195,8 @@ class MemoryServer:
             case wire.Watch():
                 peer.watches = True
                 peer.answer(wire.Facts({}))
+                if self._unfit is not None:
+                    peer.answer(wire.EngineEvent("unfit", self._unfit.incarnation, self._unhealthy))
             case wire.AskStatus():
                 peer.answer(self.status())
 
@@ -198,6 +210,18 @@ class MemoryServer:
         self._unhealthy = self._unhealthy or self._health()
         if self._unhealthy:
             raise DeviceUnhealthyError(self._unhealthy)
+
+    def _look_at_health(self) -> None:
+        """Tell of the holder once the device is unhealthy, and of each that comes after it."""
+        now_s = time.monotonic()
+        if not self._unhealthy and now_s - self._looked_s > _HEALTH_EVERY_S:
+            self._looked_s = now_s
+            before, self._suspicion = self._suspicion, self._health()
+            self._unhealthy = self._suspicion if before else ""
+        holder = self._arena.holder
+        if self._unhealthy and holder is not None and holder is not self._unfit:
+            self._unfit = holder
+            self._notify(wire.EngineEvent("unfit", holder.incarnation, self._unhealthy))
 
     def status(self) -> wire.Status:
         """What is owned and lent, as of now."""

@@ -45,9 +45,12 @@ class EngineProcess:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """How an engine failed. `evidence` is what was seen, for a person to read."""
+    """How an engine failed. `evidence` is what was seen, for a person to read.
 
-    kind: Literal["died", "hung"]
+    `gpu`: its device reports errors; the engine itself may still run.
+    """
+
+    kind: Literal["died", "hung", "gpu"]
     evidence: str
 
 

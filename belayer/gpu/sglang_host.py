@@ -34,6 +34,8 @@ _LOG_TAIL_BYTES = 1500
 _LAST_LINE_BYTES = 300
 _PHASES = {"prove": "prove_s", "map": "map_s", "adopt": "adopt_s", "wait": "wait_s", "unlock": "unlock_s"}
 """Phases of a handover, in order, and what the memory server and the shadow call them."""
+_KINDS: dict[str, Literal["died", "hung", "gpu"]] = {"dying": "died", "dead": "died", "hung": "hung", "unfit": "gpu"}
+"""What the memory server's events mean for the engine."""
 _LOOK_EVERY_S = 0.25
 _IDLE_LOOKS = 3
 """SGLang's load is a snapshot; so often in a row it must say that nothing runs."""
@@ -163,6 +165,8 @@ class SglangHost:
         try:
             await asyncio.wait((ended, told), return_when=asyncio.FIRST_COMPLETED)
             if told.done() and (failure := told.result()) is not None:
+                if failure.kind == "gpu":
+                    return failure
                 return EngineFailure(failure.kind, f"{failure.evidence}{self._last_words(engine)}")
             await ended
             return EngineFailure("died", f"engine process {engine.pid} ended{self._last_words(engine)}")
@@ -179,7 +183,7 @@ class SglangHost:
             async with contextlib.aclosing(self.events()) as events:
                 async for event in events:
                     if event.incarnation == incarnation:
-                        return EngineFailure("hung" if event.kind == "hung" else "died", event.evidence)
+                        return EngineFailure(_KINDS[event.kind], event.evidence)
         except ArenaError:
             return None
         return None

@@ -196,9 +196,12 @@ class Released(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineEvent(msgspec.Struct, frozen=True, tag=True):
-    """`dying`: its scheduler runs no more. `dead`: its process is gone. `hung`: it was silent, and has been killed."""
+    """`dying`: its scheduler runs no more. `dead`: its process is gone. `hung`: it was silent, and has been killed.
 
-    kind: Literal["dying", "dead", "hung"]
+    `unfit`: it holds the arena of a device that reports errors. It goes on until somebody ends it.
+    """
+
+    kind: Literal["dying", "dead", "hung", "unfit"]
     incarnation: str
     evidence: str = ""
 

@@ -248,3 +248,19 @@ def test_an_interpreter_without_sglang_and_one_without_our_plugin_are_found_out(
         assert (finding.ok, finding.needed) == (said == "", False)
     monkeypatch.setenv("BELAYER_SGLANG_PYTHON", str(tmp_path / "nosuch"))
     assert "no interpreter" in probes.probe_sglang().detail
+
+
+def test_a_gpu_whose_xid_errors_nobody_would_hear_of_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probes.probe_gpu_errors().detail == "no GPU to ask"
+    program(tmp_path, "nvidia-smi", "exit 1")
+    for answer, said in (
+        ("echo 'No module named pynvml' >&2; exit 1", "No module named pynvml"),
+        ("echo 0000:C1:00.0: NVML offers no XID events", "0000:C1:00.0: NVML offers no XID events"),
+        ("exit 0", "XID events and ECC errors are watched"),
+    ):
+        program(tmp_path, "python", f'[ "$*" = "-m belayer.gpu.health" ] || exit 9\n{answer}')
+        monkeypatch.setenv("BELAYER_SGLANG_PYTHON", str(tmp_path / "python"))
+        finding = probes.probe_gpu_errors()
+        assert finding.detail == said and finding.ok is (answer == "exit 0") and not finding.needed
+        assert bool(finding.remedy) is not finding.ok

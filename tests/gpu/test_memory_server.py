@@ -49,6 +49,12 @@ class Child:
         self.process.kill()
         self.process.wait(30)
 
+    def close(self) -> None:
+        self.kill()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[], Child]]:
@@ -60,10 +66,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Child]]:
 
     yield one
     for child in children:
-        child.kill()
-        assert child.process.stdin is not None and child.process.stdout is not None
-        child.process.stdin.close()
-        child.process.stdout.close()
+        child.close()
 
 
 @pytest.fixture
