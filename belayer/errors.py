@@ -10,6 +10,16 @@ class BelayerError(Exception):
     """The root of Belayer's own errors."""
 
 
+class UnforeseenError(BelayerError):
+    """A piece of work ended with an error that is none of Belayer's: a bug, whose traceback is in the log. The work is
+    given up like any that failed; trying it again would end the same way."""
+
+    def __init__(self, work: str, error: Exception) -> None:
+        super().__init__(f"{work} ended with {repr(error)[:500]}; this is a bug of Belayer's, please report it")
+        self.work = work
+        self.error = error
+
+
 class InputError(BelayerError):
     """Something that a person gave us is not usable; the message names it and what was expected."""
 

@@ -3,7 +3,8 @@
 A notice only says where to look, so handling it twice, late or for nothing is harmless; what makes an action happen
 once is the epoch that its handler takes. A handler that fails leaves its notice pending, and a dead actor leaves all
 of its own: they go stale and come to whichever actor asks next, or at once to one on the same host (`peers.py`). Work
-in progress is renewed, so that only the dead lose it.
+in progress is renewed, so that only the dead lose it. What would fail again each time must not be left for the next
+try: such work goes through `foreseen`, and its failure into the journal.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
 from belayer.actors.peers import Peers
-from belayer.errors import BelayerError, FencedError, JournalUnavailableError, WrongSequenceError
+from belayer.errors import BelayerError, FencedError, JournalUnavailableError, UnforeseenError, WrongSequenceError
 from belayer.journal.store import JournalStore, Notice, Subscription
 from belayer.observe.position import Beginning, at, position
 
+T = TypeVar("T")
 log = structlog.get_logger("belayer.actors")
 
 RENEWALS = 4
@@ -93,6 +95,17 @@ async def _handle(notices: Subscription, actor: Actor, notice: Notice) -> None:
         await _quietly(notices.done(notice))
     finally:
         renewing.cancel()
+
+
+async def foreseen(what: str, work: Awaitable[T]) -> T:
+    """What the work gives. UnforeseenError, and its traceback in the log, for any error that is none of Belayer's."""
+    try:
+        return await work
+    except BelayerError:
+        raise
+    except Exception as error:
+        log.exception("an error that nobody foresaw", work=what, **position())
+        raise UnforeseenError(what, error) from error
 
 
 async def _until_settled(actor: Actor, notice: Notice) -> None:

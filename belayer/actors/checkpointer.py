@@ -14,11 +14,12 @@ import time
 import structlog
 
 from belayer import ids
+from belayer.actors.actor import foreseen
 from belayer.actors.patience import settled
 from belayer.actors.policy import UNKNOWN, Outlook, Policy, decide, history_of
 from belayer.actors.projector import Projector
 from belayer.actors.sandboxes import checkpoint_name, incarnation_of
-from belayer.errors import CheckpointFailedError, CheckpointRefusedError, FencedError, SandboxFailedError
+from belayer.errors import FencedError, SandboxError, UnforeseenError
 from belayer.journal.events import (
     ActionCommitted,
     CheckpointDiscarded,
@@ -135,9 +136,10 @@ class Checkpointer:
         await writer.append(CheckpointStarted(checkpoint, incarnation.name, boundary.number, boundary.sequence))
         try:
             since, hold = _describing(state), state.refused >= HOLD_AFTER
-            report = await self._host.checkpoint(incarnation, checkpoint, boundary.number, since, hold)
-        except (CheckpointRefusedError, CheckpointFailedError, SandboxFailedError) as error:
-            await writer.append(CheckpointDiscarded(checkpoint, str(error)))
+            work = self._host.checkpoint(incarnation, checkpoint, boundary.number, since, hold)
+            report = await foreseen(f"checkpoint {checkpoint}", work)
+        except (SandboxError, UnforeseenError) as error:  # tried again at the next boundary, not at this one
+            await self._discard(writer, checkpoint, str(error))
             return
         if report.held_by:
             at = incarnation.name, boundary.number, boundary.sequence

@@ -12,9 +12,10 @@ from __future__ import annotations
 import time
 
 from belayer import ids
+from belayer.actors.actor import foreseen
 from belayer.actors.patience import settled
 from belayer.actors.sandboxes import incarnation_name, look
-from belayer.errors import FencedError, RestoreFailedError
+from belayer.errors import FencedError, InputError, RestoreFailedError, SandboxFailedError, UnforeseenError
 from belayer.journal.events import (
     CheckpointDiscarded,
     RecoveryStarted,
@@ -33,6 +34,9 @@ from belayer.projections.plan import GiveUp, LeaveAlone, Plan, RestoreSandbox, S
 from belayer.projections.sandbox import SandboxState
 from belayer.projections.trajectory import Boundary, TrajectoryState
 from belayer.sandbox.protocol import Incarnation, SandboxHost
+
+INITIAL_TRIES = 3
+"""How often the initial state, after which nothing older can be tried, is made before the trajectory is given up."""
 
 
 class SandboxRecovery:
@@ -88,19 +92,20 @@ class SandboxRecovery:
             await writer.append(RecoveryStarted(failed, "restore the sandbox", self._by))
             rollout, prefix, decision = await self._fence(writer, name, state)
         say("belayer.recovery", "recovering the sandbox", failed=failed, plan=_in_words(decision))
-        attempt = 0
+        attempt = anew = 0
         while isinstance(decision, RestoreSandbox):
             try:
                 with steps.step("recovery.restore", stream=str(writer.stream), epoch=writer.epoch):
                     restored = await self._restore(writer, name, state, decision, attempt)
-            except RestoreFailedError as error:
-                if not decision.checkpoint:
-                    raise
-                discarded = CheckpointDiscarded(decision.checkpoint, str(error))
-                state = sandbox.evolve(state, await writer.append(discarded), discarded)
-                await self._host.remove_checkpoint(decision.checkpoint)
-                decision = plan(prefix, state, SandboxFailure())
+            except (RestoreFailedError, SandboxFailedError, InputError, UnforeseenError) as error:
                 attempt += 1
+                if decision.checkpoint:
+                    discarded = CheckpointDiscarded(decision.checkpoint, str(error))
+                    state = sandbox.evolve(state, await writer.append(discarded), discarded)
+                    await self._host.remove_checkpoint(decision.checkpoint)
+                    decision = plan(prefix, state, SandboxFailure())
+                elif (anew := anew + 1) == INITIAL_TRIES:
+                    decision = GiveUp(f"its initial state could not be made {anew} times: {error}")
             else:
                 await self._resume(rollout, decision.boundary, decision.rewind, restored.name, failed)
                 break
@@ -136,11 +141,11 @@ class SandboxRecovery:
         new = incarnation_name(name, writer.epoch, attempt)
         started = time.monotonic()
         if decision.checkpoint:
-            restored = await self._host.restore(
-                state.run, name, new, state.spec, decision.checkpoint, decision.boundary.number
-            )
+            number = decision.boundary.number
+            work = self._host.restore(state.run, name, new, state.spec, decision.checkpoint, number)
         else:
-            restored = await self._host.create(state.run, name, new, state.spec)
+            work = self._host.create(state.run, name, new, state.spec)
+        restored = await foreseen(f"restore {new}", work)
         event = SandboxRestored(
             decision.checkpoint,
             decision.boundary.number,

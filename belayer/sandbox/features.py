@@ -17,6 +17,8 @@ from pathlib import Path
 
 import structlog
 
+from belayer.sandbox.text import lines_of
+
 CACHE = Path("/run/criu.kdat")
 FOLDER = Path("/run/belayer-criu")
 STUCK_S = 60.0
@@ -64,5 +66,5 @@ def _is_tmpfs(folder: Path) -> bool:
     """Whether CRIU keeps its answers there by itself."""
     device = folder.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    mounts = (line.split(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    mounts = (line.split(" - ") for line in lines_of(Path("/proc/self/mountinfo")))
     return any(before.split()[2] == wanted and after.startswith("tmpfs ") for before, after in mounts)

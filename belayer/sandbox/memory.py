@@ -29,6 +29,7 @@ from typing import Any
 
 from belayer.sandbox.lazy import is_worth_it
 from belayer.sandbox.pagemap import LAZY, PAGE_BYTES, PRESENT, Messages, Pagemap, pagemaps
+from belayer.sandbox.text import rows_of
 from belayer.sandbox.tree import status_of
 
 SPARE_BYTES = 16 << 20
@@ -210,7 +211,7 @@ def _missing(pagemap: Pagemap) -> Iterator[tuple[int, int]]:
 
 def _areas(pid: int) -> Iterator[tuple[int, int]]:
     """Large private anonymous areas that are not executable. proc_pid_maps(5)."""
-    for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
+    for line in rows_of(Path(f"/proc/{pid}/maps")):
         bounds, permissions, _, _, inode, *name = line.split(None, 5)
         start, end = (int(part, 16) for part in bounds.split(b"-"))
         named = name and not name[0].startswith((b"[heap]", b"[stack]", b"[anon"))

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from belayer.sandbox.text import rows_of, shown
 
 CONTAINER = "{container}"
 """Stands for the container's id in a path that is told at the restore."""
@@ -62,7 +65,7 @@ def external_mounts(pid: int, container_id: str, volumes: Collection[str] = ()) 
     own = {mount.device for mount in theirs if mount.root == "/"}
     # A bind of a part of any other file system comes from the host.
     for mount in theirs:
-        where = mount.where
+        where = shown(mount.where)  # a name that is not UTF-8 is then none that CRIU finds, and it says so
         if where == "/":
             continue
         if mount.is_cgroup and mount.device in ours and container_id in mount.root:
@@ -120,15 +123,15 @@ def unmount_leftovers(container_id: str, restore_folder: Path) -> None:
 
 def _mountinfo(process: str) -> list[Mount]:
     found = []
-    for line in Path(f"/proc/{process}/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
+    for line in rows_of(Path(f"/proc/{process}/mountinfo")):
+        before, _, after = line.partition(b" - ")
+        fields = before.split(b" ")
         root, where = (_plain(field) for field in fields[3:5])
-        kind, _, options = after.split(" ", 2)
-        found.append(Mount(fields[2], root, where, kind, options))
+        kind, _, options = after.split(b" ", 2)
+        found.append(Mount(shown(fields[2]), root, where, shown(kind), shown(options)))
     return found
 
 
-def _plain(field: str) -> str:
-    """Undo mountinfo's octal escapes."""
-    return field.encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
+def _plain(field: bytes) -> str:
+    """A path as Python has it, mountinfo's octal escapes undone."""
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field))

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from belayer.sandbox.text import shown, status_of
+
 DUMPABLE = frozenset(("[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"))
 """Kinds of anonymous inodes that come back as they were."""
 CAP_SYS_RESOURCE = 24
@@ -43,7 +45,7 @@ def obstacle(init: int, processes: Iterable[int], held: bool) -> tuple[int, str]
 
 def _cause(pid: int, namespace: Path, held: bool, limits_readable: bool) -> str:
     process = Path(f"/proc/{pid}")
-    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+    status = status_of(pid)
     if not held and int(status["TracerPid"]):
         return "another process traces it (a debugger, strace)"
     if not limits_readable and set(status["Uid"].split()) != {"0"}:
@@ -51,7 +53,7 @@ def _cause(pid: int, namespace: Path, held: bool, limits_readable: bool) -> str:
     if (process / "ns/user").readlink() != namespace:
         return "it has a user namespace of its own"
     for fd in (process / "fd").iterdir():
-        kind = str(fd.readlink())
+        kind = shown(fd.readlink())
         if not kind.startswith("anon_inode:"):
             continue
         kind = kind.removeprefix("anon_inode:")
@@ -88,7 +90,4 @@ def _has_ticked(fdinfo: Path) -> bool:
 
 
 def _has_capability(number: int) -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> number & 1)
-    return False
+    return bool(int(status_of("self")["CapEff"], 16) >> number & 1)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from belayer.sandbox.text import rows_of, shown
 from belayer.sandbox.tree import status_of
 
 BUDGET_S = 0.006
@@ -97,11 +98,11 @@ def _look_closer(pid: int, status: dict[str, str], facts: Facts) -> None:
     process = Path(f"/proc/{pid}")
     try:
         facts.update({name: " ".join(status[name].split()) for name in CREDENTIALS if name in status})
-        facts["command"] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        facts["command"] = shown((process / "cmdline").read_bytes().replace(b"\0", b" ")[:200])
         facts["environment"] = _digest((process / "environ").read_bytes())
-        facts["working directory"] = _stable(str((process / "cwd").readlink()))
+        facts["working directory"] = _stable(shown((process / "cwd").readlink()))
         facts.update(_files(process))
-        areas = list(_areas((process / "maps").read_bytes()))
+        areas = list(_areas(rows_of(process / "maps")))
         facts["memory map"] = _digest(repr([area[:4] for area in areas]).encode())
         facts.update(_pages(process, [(start, end) for start, end, _, _, private in areas if private]))
     except (FileNotFoundError, ProcessLookupError):
@@ -112,7 +113,7 @@ def _files(process: Path) -> Iterator[tuple[str, str]]:
     links = sorted((process / "fd").iterdir(), key=lambda link: int(link.name))
     yield "open files", str(len(links))
     for link in links[:FILES]:
-        target = _stable(str(link.readlink()))
+        target = _stable(shown(link.readlink()))
         if target.startswith("/"):
             info = (process / "fdinfo" / link.name).read_text().split()
             target += f" at {info[1]} with {info[3]}"
@@ -127,14 +128,14 @@ def _stable(target: str) -> str:
     return kind if colon and not target.startswith("/") else target
 
 
-def _areas(maps: bytes) -> Iterator[tuple[int, int, str, str, bool]]:
+def _areas(maps: Iterable[bytes]) -> Iterator[tuple[int, int, str, str, bool]]:
     """Start, end, permissions, what is mapped, and whether it is private memory; neighbours of a kind as one."""
     last: tuple[int, int, str, str, bool] | None = None
-    for line in maps.splitlines():
+    for line in maps:
         fields = line.split(None, 5)
         start, end = (int(part, 16) for part in fields[0].split(b"-"))
         permissions = fields[1].decode()
-        name = fields[5].decode(errors="replace") if len(fields) > 5 else ""
+        name = shown(fields[5]) if len(fields) > 5 else ""
         anonymous = not name.startswith("/")
         kind = "" if anonymous else _stable(name)
         private = anonymous and permissions.startswith("rw") and permissions.endswith("p")

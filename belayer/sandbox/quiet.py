@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from belayer.sandbox.scan import FOLDER, parent_of
+from belayer.sandbox.text import lines_of, rows_of, shown
 
 DEVICES = frozenset(
     "console core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero".split()  # noqa: SIM905
@@ -27,10 +28,10 @@ def noise(pid: int, processes: list[int], traits_before: str, tmpfs: tuple[str, 
     root = Path(f"/proc/{pid}/root/dev")
     strange = {entry.name for entry in os.scandir(root)} - DEVICES
     if strange:
-        return f"/dev/{min(strange)}"
+        return shown(f"/dev/{min(strange)}")
     for folder in ("shm", "mqueue"):
         for entry in os.scandir(root / folder):
-            return f"/dev/{folder}/{entry.name}"
+            return shown(f"/dev/{folder}/{entry.name}")
     for folder in tmpfs:
         if _is_filled(pid, folder):
             return folder
@@ -57,8 +58,8 @@ def _is_filled(pid: int, folder: str) -> bool:
 def traits(pid: int) -> str:
     """What actions inherit of process 1 besides its folder and environment."""
     process = Path(f"/proc/{pid}")
-    status = [line for line in (process / "status").read_text().splitlines() if line.startswith(STATUS_FIELDS)]
-    priority = (process / "stat").read_text().rpartition(") ")[2].split()
+    status = [line for line in lines_of(process / "status") if line.startswith(STATUS_FIELDS)]
+    priority = shown((process / "stat").read_bytes()).rpartition(") ")[2].split()
     parts = [(process / "limits").read_text(), (process / "oom_score_adj").read_text(), *status, priority[15]]
     parts.extend((priority[16], priority[38]))
     return "\n".join(parts)
@@ -69,10 +70,10 @@ def mapped_inodes(processes: list[int]) -> set[int]:
     found = set()
     for pid in processes:
         try:
-            maps = Path(f"/proc/{pid}/maps").read_bytes()
+            maps = rows_of(Path(f"/proc/{pid}/maps"))
         except (FileNotFoundError, ProcessLookupError):
             continue
-        for line in maps.splitlines():
+        for line in maps:
             fields = line.split(None, 5)
             if fields[1][1:2] == b"w" and fields[1][3:4] == b"s":
                 found.add(int(fields[4]))

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from belayer.sandbox import text
+
 
 def outsiders(init: int, processes: Iterable[int]) -> list[int]:
     """Those of the processes (host pids) that do not descend from `init`. Processes that have ended do not count."""
@@ -32,7 +34,7 @@ def described(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip()
     except OSError:
         command = b""
-    return f"{pid} {command[:200].decode(errors='replace')}".strip()
+    return f"{pid} {text.shown(command[:200])}".strip()
 
 
 def is_dying(pid: int) -> bool:
@@ -97,10 +99,9 @@ def _kill_with_descendants(pid: int) -> None:
 def status_of(pid: int) -> dict[str, str]:
     """/proc/PID/status; empty when the process is gone."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        return text.status_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return {}
-    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def _parent(pid: int) -> int | None:

@@ -20,8 +20,8 @@ from belayer.journal.events import SandboxSpec
 from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation, Observation
 
 
-class CrashError(Exception):
-    """The process that was at work is dead at this instant."""
+class CrashError(BaseException):
+    """The process that was at work is dead at this instant: nobody handles it."""
 
 
 class Fuse:

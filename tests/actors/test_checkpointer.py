@@ -189,3 +189,23 @@ async def test_a_recovery_is_not_fenced_off_for_a_dead_checkpointers_sake() -> N
     await recovery.append(SandboxRestored("", 0, 0, made.name, made.container_id, "image", "host", 1, 1, 0.1))
     await checkpointer.handle(NOTICE)
     assert (await captures(store))[:2] == [CheckpointStarted, CheckpointDiscarded], "at the next notice it is discarded"
+
+
+class BrokenHost(ModelHost):
+    """A host in which captures end with an error that is nobody's, and leave something behind."""
+
+    async def checkpoint(
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
+    ) -> CheckpointReport:
+        await super().checkpoint(incarnation, checkpoint, action, since, hold)
+        raise TypeError("\udcff is nothing")
+
+
+async def test_an_error_that_nobody_foresaw_ends_the_capture_and_is_not_tried_again() -> None:
+    store, host = MemoryStore(), BrokenHost()
+    await one_action(store, host)
+    await Checkpointer(store, host, "host", "one").handle(NOTICE)  # returns: the notice is done
+    assert await captures(store) == [CheckpointStarted, CheckpointDiscarded]
+    assert host.saved == {}
+    discarded = (await Reader(store, ids.sandbox(NAME)).catch_up())[-1].event
+    assert isinstance(discarded, CheckpointDiscarded) and "TypeError" in discarded.reason

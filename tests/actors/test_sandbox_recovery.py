@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from belayer import ids
+from belayer.actors.checkpointer import Checkpointer
 from belayer.actors.reports import report_sandbox_failure
 from belayer.actors.sandbox_recovery import SandboxRecovery
-from belayer.actors.sandboxes import create_sandbox, look
+from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
 from belayer.client import Trajectory
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
-from belayer.journal.events import SandboxSpec
+from belayer.journal.events import CheckpointDiscarded, SandboxSpec
 from belayer.journal.memory_store import MemoryStore
+from belayer.journal.store import Notice
 from belayer.journal.writer import Reader, take_over
 from belayer.projections import trajectory
+from belayer.sandbox.protocol import Action, Incarnation
 from tests.actors.model import ModelHost
 
 
@@ -44,3 +49,55 @@ async def test_a_rollout_that_comes_between_is_shut_out_again_at_once() -> None:
     state = await look(store, "t")
     assert not store.armed and state.phase == "live" and state.incarnation != box.incarnation
     assert prefix.phase == "open" and prefix.sandbox_incarnation == state.incarnation
+
+
+class BrokenHost(ModelHost):
+    """Restores of the checkpoints named here end with an error that is nobody's; so does every new beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: list[str] = []
+
+    async def restore(
+        self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
+    ) -> Incarnation:
+        if checkpoint in self.broken:
+            raise TypeError("a checkpoint that is a list")
+        return await super().restore(run, trajectory, incarnation, spec, checkpoint, action)
+
+    async def create(self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec) -> Incarnation:
+        if "" in self.broken and len(self.containers) > 0:
+            raise RecursionError("too deep")
+        return await super().create(run, trajectory, incarnation, spec)
+
+
+@pytest.mark.parametrize(
+    ("broken", "phase", "boundary"), [([], "open", 2), ([2], "open", 1), ([1, 2], "open", 0), ([0, 1, 2], "aborted", 2)]
+)
+async def test_an_error_that_nobody_foresaw_is_not_tried_for_ever(broken: list[int], phase: str, boundary: int) -> None:
+    store, host = MemoryStore(), BrokenHost()
+    t = await Trajectory.open(store, "t", writer="rollout")
+    await t.start("run", "task", [1])
+    box = await create_sandbox(store, host, "run", "t", SandboxSpec("image"), "rollout")
+    assert box.container is not None
+    here, host_name = incarnation_of(box.container), box.container.host
+    checkpointer = Checkpointer(store, host, host_name, "actors/x")
+    for number in (1, 2):
+        await t.begin_generation()
+        await t.append_tokens([number], [0.0])
+        await t.finish_generation("stop")
+        await t.start_action(f"do {number}", 1.0, here.name)
+        seen = await (await host.attach(here)).run(Action(number, f"do {number}"))
+        await t.commit_action(seen.exit_status, [1], b"", seen.duration_s)
+        await checkpointer.handle(Notice(ids.trajectory("t"), "action-committed", ""))
+    names = ["", *host.saved]
+    host.broken = [names[number] for number in broken]
+    await report_sandbox_failure(store, "t", here.name, "died", "gone", "rollout")
+    await SandboxRecovery(store, host, host_name, "actors/x").recover("t")  # returns: the notice is done
+    prefix = trajectory.fold(await Reader(store, ids.trajectory("t")).catch_up())
+    assert (prefix.phase, prefix.boundary.number) == (phase, boundary)
+    events = [recorded.event for recorded in await Reader(store, ids.sandbox("t")).catch_up()]
+    discarded = [event for event in events if isinstance(event, CheckpointDiscarded)]
+    assert [event.checkpoint for event in discarded] == [names[number] for number in reversed(broken) if number]
+    assert all("TypeError" in event.reason for event in discarded)
+    assert len(host.containers) == (0 if phase == "aborted" else 1)

@@ -123,6 +123,12 @@ WORKS = {
         "(b'abc', b'abc')",
     ),
     "system-v-memory": ("i = libc.shmget(77, 4096, 0o1600); wait(); say(libc.shmget(77, 4096, 0) == i)", "True"),
+    "names-of-any-bytes": (
+        "import mmap; os.mkdir(b'\\xff'); os.chdir(b'\\xff'); f = open(b'\\xfe\\r0\\x0bUid:\\tx', 'w+b')\n"
+        "f.truncate(1 << 20); m = mmap.mmap(f.fileno(), 1 << 20); libc.prctl(15, b'\\xff\\rPPid:\\tx', 0, 0, 0)\n"
+        "wait(); f.seek(3); say((os.getcwdb()[-1:], f.tell(), open('/proc/self/comm', 'rb').read()))",
+        "(b'\\xff', 3, b'\\xff\\rPPid:\\tx\\n')",
+    ),
     "priority": ("os.nice(5); wait(); say(os.nice(0))", "5"),
     "no-user-namespace": ("r = libc.unshare(0x10000000); wait(); say(r)", "-1"),
 }
@@ -190,3 +196,11 @@ async def test_processes_that_are_not_roots(bench: Bench) -> None:
     else:
         with pytest.raises(CheckpointRefusedError, match="CAP_SYS_RESOURCE"):
             await live.checkpoint()
+
+
+@pytest.mark.parametrize("name", ["/dev/shm/$'\\xff'", "/dev/$'\\xfe\\n'"])
+async def test_what_makes_it_unquiet_has_a_name_of_any_bytes(bench: Bench, name: str) -> None:
+    live = await bench.create()
+    await live.sh(f"echo kept > {name}")
+    back = await live.kill_and_restore(await live.checkpoint())
+    assert await back.sh(f"cat {name}") == "kept\n"
