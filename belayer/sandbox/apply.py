@@ -11,7 +11,8 @@ import stat
 from pathlib import Path
 
 from belayer.sandbox.layer import in_folders
-from belayer.sandbox.scan import FOLDER, Scan, copy_entry, copy_metadata, copy_xattrs_of, parent_of, remove_entry, scan
+from belayer.sandbox.removal import remove_entry
+from belayer.sandbox.scan import FOLDER, Scan, copy_entry, copy_metadata, copy_xattrs_of, parent_of, scan
 
 OPAQUE = "trusted.overlay.opaque"
 OUR_MOUNTS = frozenset((b".belayer", b".belayer/control", b".belayer/runner.py"))

@@ -90,10 +90,10 @@ class Blobs:
         index = read_index(checkpoint)
         if manifest is None or index is None:
             return set()  # the sweep finds them
-        with suppress(FileNotFoundError), opened(checkpoint / LAYER) as root:
+        with suppress(OSError), opened(checkpoint / LAYER) as root:
             entries = {path: found for path, found in scan(root).items() if found.st_nlink > 1}
             return set(keys_of(entries, index, manifest.images).values())
-        return set()
+        return set()  # gone, or not to be read: the same
 
     def drop(self, keys: Collection[str]) -> None:
         """Remove those of the blobs that nobody holds."""

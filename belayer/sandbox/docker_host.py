@@ -137,7 +137,11 @@ class DockerHost:
             except DockerRefusedError as error:
                 raise HostUnfitError("Docker", f"it does not remove {incarnation}: {error}", "see its log") from None
         await asyncio.to_thread(unmount_leftovers, container_id, restoring)
-        await asyncio.to_thread(self._home.remove_run_folder, incarnation)
+        try:
+            await asyncio.to_thread(self._home.remove_run_folder, incarnation)
+        except OSError as error:
+            folder = self._home.run_folder(incarnation)
+            raise HostUnfitError("$BELAYER_HOME", f"{folder} stays: {error}", "remove it by hand") from None
 
     async def remove_run(self, run: str) -> None:
         """Remove every container and checkpoint here that is labelled with the run. Needs no journal."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from belayer import ids
 from belayer.errors import RestoreFailedError
@@ -30,12 +30,14 @@ from belayer.sandbox.blobs import Blobs, Keys
 from belayer.sandbox.captured import Captured
 from belayer.sandbox.manifest import read_manifest
 from belayer.sandbox.owner import Owner
+from belayer.sandbox.removal import remove_tree
 from belayer.sandbox.scan import FOLDER, Scan
 
 DEFAULT = "/var/lib/belayer"
 POLL_S = 0.01
 DISCARDED = "discarded"
 """Marks a checkpoint that is to be removed once nobody uses it."""
+log = structlog.get_logger("belayer.sandbox")
 
 
 def default_home() -> Path:
@@ -126,7 +128,7 @@ class Home:
             os.close(fd)
 
     def remove_run_folder(self, incarnation: str) -> None:
-        """Nothing there is fine."""
+        """Nothing there is fine. OSError when something in it cannot be removed."""
         remove_tree(self.run_folder(incarnation))
 
     # --- checkpoints ---
@@ -154,7 +156,7 @@ class Home:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield folder
         finally:
-            remove_tree(folder)
+            _remove_or_leave(folder)
             os.close(fd)
 
     def publish(self, folder: Path, name: str, keys: Keys, fresh: Scan) -> int:
@@ -206,40 +208,51 @@ class Home:
             self._remove_removed(gone)
 
     def remove_leftovers(self) -> list[str]:
-        """Remove what dead makers, users and removers left; the names of what was found."""
+        """Remove what dead makers, users and removers left; the names of what was found. What cannot be is logged."""
         found = []
-        with suppress(FileNotFoundError):
-            for entry in os.scandir(self._checkpoints):
-                path = Path(entry.path)
-                if entry.name.startswith(".removed-"):
-                    found.append(entry.name)
-                    self._remove_removed(path)
-                elif entry.name.startswith(".partial-") and _is_free(entry.path):
-                    found.append(entry.name)
-                    remove_tree(path)
-                elif (path / DISCARDED).exists():
-                    found.append(entry.name)
-                    self.remove_checkpoint(entry.name)
+        for folder in self._checkpoints.iterdir() if self._checkpoints.is_dir() else ():
+            try:
+                if self._remove_leftover(folder):
+                    found.append(folder.name)
+            except OSError as error:
+                _warn(folder, error)
         self.blobs.sweep()
         return found
+
+    def _remove_leftover(self, folder: Path) -> bool:
+        """Whether the folder is one."""
+        if folder.name.startswith(".removed-"):
+            self._remove_removed(folder)
+        elif folder.name.startswith(".partial-") and _is_free(folder):
+            _remove_or_leave(folder)
+        elif not folder.name.startswith(".") and (folder / DISCARDED).exists():
+            self.remove_checkpoint(folder.name)
+        else:
+            return False
+        return True
 
     def _remove_removed(self, folder: Path) -> None:
         manifest = None
         with suppress(RestoreFailedError):
             manifest = read_manifest(folder)
         held = self.blobs.held_by(folder, manifest)
+        if _remove_or_leave(folder):
+            self.blobs.drop(held)
+
+
+def _remove_or_leave(folder: Path) -> bool:
+    """Whether the folder is gone. One that stays hurts nothing but the disk, so nobody's work ends for it."""
+    try:
         remove_tree(folder)
-        self.blobs.drop(held)
+    except OSError as error:
+        _warn(folder, error)
+        return False
+    return True
 
 
-def remove_tree(folder: Path) -> None:
-    """Remove a folder and all below, following no link. Nothing there, or somebody else removing it too, is fine."""
-    for _ in range(3):
-        with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
-            return
-        if not folder.exists():
-            return
+def _warn(folder: Path, error: OSError) -> None:
+    """It is tried again whenever leftovers are removed."""
+    log.warning("a leftover cannot be removed; remove it by hand", folder=str(folder), error=str(error))
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -257,7 +270,7 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _is_free(folder: str) -> bool:
+def _is_free(folder: Path) -> bool:
     try:
         fd = os.open(folder, FOLDER)
     except OSError:

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from belayer.sandbox.captured import Captured, Seen, describe, root_of
+from belayer.sandbox.removal import remove_entry
 from belayer.sandbox.scan import (
     FOLDER,
     Scan,
@@ -28,7 +29,6 @@ from belayer.sandbox.scan import (
     copy_metadata,
     copy_xattrs_of,
     parent_of,
-    remove_entry,
     scan,
 )
 

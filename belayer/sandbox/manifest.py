@@ -108,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise RestoreFailedError(folder.name, "there is no such checkpoint here") from None
-    except msgspec.MsgspecError as error:
+    except (OSError, msgspec.MsgspecError) as error:
         raise RestoreFailedError(folder.name, f"its manifest cannot be read: {error}") from None
     if manifest.format != FORMAT:
         raise RestoreFailedError(folder.name, f"it has format {manifest.format}, this version reads {FORMAT}")

@@ -111,22 +111,6 @@ def copy_metadata(target: int, name: bytes, found: os.stat_result) -> None:
     os.utime(name, ns=(found.st_atime_ns, found.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
-def remove_entry(target: int, name: bytes) -> None:
-    """Remove an entry, with all below it. Nothing there is fine."""
-    try:
-        os.unlink(name, dir_fd=target)
-    except FileNotFoundError:
-        return
-    except IsADirectoryError:
-        folder = os.open(name, FOLDER, dir_fd=target)
-        try:
-            for entry in list(os.scandir(folder)):
-                remove_entry(folder, os.fsencode(entry.name))
-        finally:
-            os.close(folder)
-        os.rmdir(name, dir_fd=target)
-
-
 def copy_xattrs_of(source: int, target: int, name: bytes) -> None:
     """Make a folder's extended attributes those of its original."""
     original = os.open(name, FOLDER, dir_fd=source)
