@@ -18,10 +18,9 @@ import aiohttp
 import msgspec
 
 from belayer.errors import EngineFailedError, InputError, PrefixRefusedError
+from belayer.gpu.incarnation import meant
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
 
-INCARNATION_HEADER = "X-Belayer-Incarnation"
-"""Names the incarnation that is meant. An engine that knows it refuses a request for another: ports come again."""
 RESUME_KEY = "belayer_resume"
 """In a request's `custom_params`: [its id on the dead engine, number of tokens that the caller has]."""
 RESUME_UNKNOWN = "does not know the request that is resumed"
@@ -139,7 +138,7 @@ class HttpEngine:
         return self._session.post(
             f"{self._engine.address}/{path}",
             data=msgspec.json.encode(body),
-            headers={INCARNATION_HEADER: self._engine.incarnation, "Content-Type": "application/json"},
+            headers={**meant(self._engine.incarnation), "Content-Type": "application/json"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._silence_s, sock_read=self._silence_s),
         )
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from belayer.errors import InputError, PrefixRefusedError
-from belayer.gpu.http_engine import INCARNATION_HEADER
+from belayer.gpu.incarnation import INCARNATION_HEADER, WRONG_INCARNATION, wrong
 from belayer.gpu.recorded_prefix import END, Position, TokenRecording, load, locate, logprob
 from belayer.processes import exit_with_owner
 
@@ -43,11 +44,18 @@ class RecordedEngine:
     clock: Callable[[], float] = time.monotonic
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 28)
+        app = web.Application(client_max_size=1 << 28, middlewares=[self.only_for_this])
         app.router.add_post("/generate", self.generate)
         app.router.add_get("/health", self.health)
         app.router.add_post("/promote", self.promote)
         return app
+
+    @web.middleware
+    async def only_for_this(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        wanted = request.headers.get(INCARNATION_HEADER, self.incarnation)
+        if wanted != self.incarnation:
+            return web.json_response(wrong(self.incarnation, wanted), status=WRONG_INCARNATION)
+        return await handler(request)
 
     async def health(self, request: web.Request) -> web.Response:
         role = "standby" if self.standby else "main"
@@ -58,9 +66,6 @@ class RecordedEngine:
         return await self.health(request)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        wanted = request.headers.get(INCARNATION_HEADER, self.incarnation)
-        if wanted != self.incarnation:
-            return _error(409, "wrong_incarnation", f"this is {self.incarnation}, not {wanted}")
         if self.standby:
             return _error(503, "standby", f"{self.incarnation} is a standby; promote it first")
         try:

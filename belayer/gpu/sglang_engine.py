@@ -6,7 +6,7 @@
 Invariant: this process and its scheduler live and die together, within milliseconds. SGLang's scheduler asks the
 kernel to be killed when its parent ends; the other way round, this process watches its children by pidfd and ends
 itself, without SGLang's crash dumps, as soon as one is gone. So the pid of this process stands for the engine.
-It also ends with its owner, the run's main process.
+It also ends with its owner, the run's main process. It answers no request that is meant for another incarnation.
 """
 
 # torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
@@ -22,6 +22,8 @@ import signal
 import sys
 import threading
 
+from belayer.gpu.errors import UnsupportedEngineError
+from belayer.gpu.incarnation import OnlyForThis
 from belayer.processes import exit_with_owner, start_ticks
 
 _PARENT = "BELAYER_ENGINE_PROCESS"
@@ -49,13 +51,17 @@ def main(argv: list[str]) -> None:
 
 
 def _serve(arguments: list[str], incarnation: str, ready_fd: int) -> None:
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     server_args = prepare_server_args(arguments)
+
+    if server_args.tokenizer_worker_num > 1:  # each of these processes would have an app of its own
+        raise UnsupportedEngineError("tokenizer-worker-num", str(server_args.tokenizer_worker_num), "1")
+    app.add_middleware(OnlyForThis, incarnation=incarnation)
 
     def ready() -> None:
         _end_with_children()

@@ -25,6 +25,8 @@ from belayer.errors import EngineFailedError, UnguardedMainError
 from belayer.gpu import wire
 from belayer.gpu.errors import ArenaError, DeviceUnhealthyError, MemoryServerGoneError
 from belayer.gpu.http_engine import RESUME_KEY, HttpEngine
+from belayer.gpu.incarnation import meant
+from belayer.gpu.last_traces import Process, gone, processes_now
 from belayer.gpu.memory_process import MemoryProcess
 from belayer.gpu.memory_ranks import MemoryRanks, tensor_parallel_size
 from belayer.gpu.protocol import EngineFailure, EngineProcess, Handover
@@ -86,6 +88,8 @@ class SglangHost:
         self.facts: dict[str, dict[str, float]] = {}
         """What each promotion or arming took, by incarnation: seconds by phase, and counts."""
         self._children: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, frozenset[Process]] = {}
+        """Those of each engine, as last seen: a dead one's cannot be found any more."""
 
     async def start(self, incarnation: str, role: Literal["main", "shadow"]) -> EngineProcess:
         """Start an engine and return once it answers; a shadow, once it is armed."""
@@ -114,7 +118,16 @@ class SglangHost:
         except BaseException:
             process.kill()
             raise
+        self._remember(engine)
         return engine
+
+    def _remember(self, engine: EngineProcess) -> frozenset[Process]:
+        """All processes that the engine has or had."""
+        known = self._processes.get(engine.incarnation, frozenset())
+        if is_alive(engine.pid, engine.pid_start_ticks):
+            known |= processes_now(engine.pid)
+            self._processes[engine.incarnation] = known
+        return known
 
     async def _memory_for(self, incarnation: str, role: Literal["main", "shadow"]) -> None:
         """See to it that the memory server can serve the engine that is about to start."""
@@ -160,6 +173,7 @@ class SglangHost:
         /health is never asked: it answers for a dead scheduler, and not in a long prefill. Without the memory server
         only the end of the process is seen.
         """
+        self._remember(engine)
         ended = asyncio.ensure_future(wait_exit(engine.pid, engine.pid_start_ticks))
         told = asyncio.ensure_future(self._told_of(engine.incarnation))
         try:
@@ -201,7 +215,7 @@ class SglangHost:
         """True once SGLang says that nothing runs or waits on it, or it is gone; False when not within the time."""
         idle = 0
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
+            async with asyncio.timeout(timeout_s), _session(engine) as session:
                 while idle < _IDLE_LOOKS and is_alive(engine.pid, engine.pid_start_ticks):
                     idle = idle + 1 if await _is_idle(session, engine) else 0
                     await asyncio.sleep(_LOOK_EVERY_S)
@@ -209,9 +223,15 @@ class SglangHost:
         return False
 
     async def kill(self, engine: EngineProcess) -> None:
-        """SIGKILL the engine and return once it is proved gone. A process that is gone already is fine."""
+        """SIGKILL the engine and return once it is proved gone, its schedulers and their GPU memory too.
+
+        A process that is gone already is fine.
+        """
+        processes = self._remember(engine)
         await kill(engine.pid, engine.pid_start_ticks)
         self._reap()
+        await gone(engine.incarnation, processes)
+        self._processes.pop(engine.incarnation, None)
 
     def connect(self, engine: EngineProcess) -> HttpEngine:
         """A client for that incarnation; close it."""
@@ -259,9 +279,8 @@ class SglangHost:
 
     async def _warm(self, engine: EngineProcess) -> None:
         """Serve a few prompts, so that kernels are compiled and caches are filled before anything is measured."""
-        timeout = aiohttp.ClientTimeout(total=self._start_timeout_s)
         longest = [1 + number % 50 for number in range(max(self._warm_prompts))]
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with _session(engine, self._start_timeout_s) as session:
             for length in self._warm_prompts:
                 await _generate(session, engine, longest[:length])
             # Many at once, each one token beyond what is cached; then the same without a prefill: both are what
@@ -272,6 +291,11 @@ class SglangHost:
 
     def _reap(self) -> None:
         self._children = [child for child in self._children if child.poll() is None]
+
+
+def _session(engine: EngineProcess, timeout_s: float = 60.0) -> aiohttp.ClientSession:
+    """For requests to that engine alone, each of which may take so long."""
+    return aiohttp.ClientSession(headers=meant(engine.incarnation), timeout=aiohttp.ClientTimeout(total=timeout_s))
 
 
 async def _generate(

@@ -1,10 +1,13 @@
-"""What an engine takes of the machine: its processes' memory, and the device's. Linux's /proc and nvidia-smi."""
+"""What an engine takes of the machine: its processes' memory, and the device's. Linux's /proc, nvidia-smi and NVML."""
+
+# NVML's package is the engine's, not in this project's own environment.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _ASK_S = 10.0
@@ -48,6 +51,23 @@ def device_bytes(pid: int) -> int | None:
     rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]
     used = [int(mebibytes) << 20 for process, mebibytes in rows if _number(process) in processes and _number(mebibytes)]
     return sum(used) if used else None
+
+
+def holding(pids: Iterable[int]) -> set[int]:
+    """Those of the processes that NVML lists on a GPU: they have memory there. Empty where there is no NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return set()
+    listed: set[int] = set()
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            listed |= {int(one.pid) for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except pynvml.NVMLError:
+        return set()
+    return listed & set(pids)
 
 
 def _number(text: str) -> int:

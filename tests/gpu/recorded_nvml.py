@@ -37,6 +37,8 @@ class RecordedGpu:
     offers_events: bool = True
     running: list[int] = field(default_factory=list[int])
     """Processes with a context on it."""
+    asked: int = 0
+    """How often these were asked for."""
 
 
 class RecordedNvml(ModuleType):
@@ -73,6 +75,7 @@ class RecordedNvml(ModuleType):
         return gpu.ecc_errors
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: RecordedGpu) -> list[Any]:
+        gpu.asked += 1
         return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in gpu.running]
 
     def nvmlEventSetCreate(self) -> list[RecordedGpu]:

@@ -1,6 +1,7 @@
 """The recorded engine as a real process, through its host and the HTTP client."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -13,10 +14,14 @@ import msgspec
 import pytest
 
 from belayer.errors import EngineFailedError, PrefixRefusedError
+from belayer.gpu.gateway.engines import Engines
+from belayer.gpu.gateway.workers import Route
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
 from belayer.gpu.recorded_host import RecordedEngineHost
 from belayer.gpu.recorded_prefix import ASSISTANT, END, TOOL, USER, TokenRecording, logprob
+from belayer.journal.events import WorkerRegistered
 from belayer.processes import is_alive, start_ticks
+from belayer.projections.worker import EngineState
 
 PROMPT = [USER, 1, 2, END, ASSISTANT]
 RECORDING = TokenRecording("long", PROMPT, [[*range(272, 472), END], [3, END]])
@@ -121,6 +126,26 @@ async def test_another_incarnation_at_the_address_is_not_taken_for_the_one_meant
         with pytest.raises(EngineFailedError, match="main-2 answers"):
             await host.promote(old)
     finally:
+        await host.kill(engine)
+
+
+async def test_a_gateway_takes_an_engine_whose_port_another_one_has_for_dead(host: RecordedEngineHost) -> None:
+    """The engine is on another machine, so its process cannot be looked at; its port has come again."""
+    reports: list[tuple[str, str, str, str]] = []
+
+    async def report(*said: str) -> None:
+        reports.append((said[0], said[1], said[2], said[3]))
+
+    engine = await host.start("w-2", "main")
+    engines = Engines(report, 5.0)
+    try:
+        for incarnation, until_s in (("w-1", math.inf), ("w-2", None)):
+            at = WorkerRegistered(incarnation, "main", "elsewhere", 1, 1, engine.address, "run")
+            avoid_until_s = await engines.failed(Route("w", EngineState(at)), "its stream broke")
+            assert avoid_until_s == until_s or (until_s is None and avoid_until_s < math.inf)
+        assert reports == [("w", "w-1", "unreachable", "its stream broke")]
+    finally:
+        await engines.close()
         await host.kill(engine)
 
 

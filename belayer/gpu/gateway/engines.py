@@ -1,8 +1,8 @@
 """Connections to engines, and what a broken stream says about one.
 
-Invariant: an engine is reported as failed only when its process is gone or nothing listens at its address: a report
-has it killed, with all its streams. A stream that breaks while the engine is there is that request's failure alone;
-a hung engine is for the detector to see.
+Invariant: an engine is reported as failed only when its process is gone, or nothing or another engine listens at its
+address: a report has it killed, with all its streams. A stream that breaks while the engine is there is that request's
+failure alone; a hung engine is for the detector to see.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+import aiohttp
+
 from belayer.errors import JournalError
 from belayer.gpu.gateway.workers import Route
 from belayer.gpu.http_engine import HttpEngine
+from belayer.gpu.incarnation import WRONG_INCARNATION, meant
 from belayer.gpu.protocol import EngineProcess
 from belayer.journal.events import WorkerRegistered
 from belayer.processes import host_name, is_alive
@@ -90,13 +93,14 @@ class Engines:
 async def _death(at: WorkerRegistered) -> Literal["died", "unreachable"] | None:
     if at.host == host_name() and not is_alive(at.pid, at.pid_start_ticks):
         return "died"
-    host, _, port = at.address.removeprefix("http://").rpartition(":")
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     try:
-        async with asyncio.timeout(_ANSWER_S):
-            _, writer = await asyncio.open_connection(host, int(port))
-    except TimeoutError:
-        return None
-    except OSError:
+        async with (
+            aiohttp.ClientSession(headers=meant(at.incarnation), timeout=timeout) as session,
+            session.head(at.address) as response,
+        ):
+            return "unreachable" if response.status == WRONG_INCARNATION else None
+    except aiohttp.ClientConnectorError:
         return "unreachable"
-    writer.close()
-    return None
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        return None  # something is there
