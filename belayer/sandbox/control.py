@@ -19,6 +19,7 @@ from typing import Any
 
 from belayer import ids
 from belayer.errors import SandboxFailedError
+from belayer.sandbox.answers import A, answer
 
 DOORBELL = "doorbell"
 REPLY_LIMIT_BYTES = 256 << 20
@@ -77,9 +78,14 @@ class Channel:
         os.close(self._folder)
 
     async def ask(
-        self, request: dict[str, Any], timeout_s: float, while_waiting: Callable[[], object] | None = None
-    ) -> tuple[dict[str, Any], bytes]:
-        """Send the request and return the reply's header and output. `while_waiting` is called now and then."""
+        self,
+        request: dict[str, Any],
+        kind: type[A],
+        timeout_s: float,
+        while_waiting: Callable[[], object] | None = None,
+    ) -> tuple[A, bytes]:
+        """Send the request and return the answer, of this kind, and the output. `while_waiting` is called now and then.
+        SandboxFailedError when there is none in time, or what there is makes no sense."""
         if self._bell < 0:
             raise SandboxFailedError(self._incarnation, "the sandbox object is closed")
         self._count += 1
@@ -106,10 +112,8 @@ class Channel:
             if self._bell >= 0:
                 self._unlink(f"request-{name}")
                 self._unlink(f"reply-{name}")
-        header, output = reply
-        if "error" in header:
-            raise SandboxFailedError(self._incarnation, str(header["error"]))
-        return header, output
+        head, output = reply
+        return answer(self._incarnation, head, kind), output
 
     def _rung(self) -> None:
         os.read(self._bell, 4096)
@@ -140,7 +144,7 @@ class Channel:
             file.write(body)
         os.rename(f"new-{name}", name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
-    def _read_reply(self, name: str) -> tuple[dict[str, Any], bytes] | None:
+    def _read_reply(self, name: str) -> tuple[bytes, bytes] | None:
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
         except FileNotFoundError:
@@ -150,13 +154,7 @@ class Channel:
             if not stat.S_ISREG(found.st_mode) or found.st_size > REPLY_LIMIT_BYTES:
                 raise OSError(f"{name} is not a reply")
             head, _, output = file.read().partition(b"\n")
-        try:
-            header = json.loads(head)
-        except ValueError:
-            raise OSError(f"{name} is not a reply") from None
-        if not isinstance(header, dict):
-            raise OSError(f"{name} is not a reply")
-        return header, output
+        return head, output
 
     def _unlink(self, name: str) -> None:
         with suppress(OSError):  # gone with the container's folder, or a directory that the container put there

@@ -7,13 +7,13 @@ SandboxFailedError. A container that a dead checkpointer has left frozen is thaw
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from belayer.errors import SandboxFailedError
 from belayer.processes import is_alive, wait_exit
+from belayer.sandbox.answers import A, Last, Ran, State, adoption, saved
 from belayer.sandbox.capture import RunnerState
 from belayer.sandbox.control import Channel
 from belayer.sandbox.freezer import freezer_of
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 ANSWER_S = 30.0
 """Beyond an action's own timeout: its kill, a checkpoint's frozen time, a slow machine."""
+LEAST_OUTPUT_BYTES = 4096
+"""A runner may say so much, whatever the limit of the action: that it could not start."""
 
 
 class DockerSandbox:
@@ -49,22 +51,18 @@ class DockerSandbox:
 
     async def ping(self, timeout_s: float = ANSWER_S) -> int:
         """The number of the last action begun."""
-        header, _ = await self._ask({"kind": "ping"}, timeout_s)
-        return _field(self._incarnation.name, header, "last", int)
+        return (await self._ask({"kind": "ping"}, Last, timeout_s))[0].last
 
     async def state(self, timeout_s: float = ANSWER_S) -> RunnerState:
         """What the idle runner knows, for another to go on in its place."""
-        header, state = await self._ask({"kind": "state"}, timeout_s)
-        return RunnerState(state, _field(self._incarnation.name, header, "ipc", bool))
+        found, state = await self._ask({"kind": "state"}, State, timeout_s)
+        saved(self._incarnation.name, state)
+        return RunnerState(state, found.ipc)
 
     async def adopt(self, state: bytes, action: int, timeout_s: float = ANSWER_S) -> int:
         """Make a fresh runner go on from another's state, after `action`; the last action's number."""
-        try:
-            request = {"kind": "adopt", "state": json.loads(state) | {"last": action}}
-        except ValueError:
-            raise SandboxFailedError(self._incarnation.name, "the saved state of its runner is unreadable") from None
-        header, _ = await self._ask(request, timeout_s)
-        return _field(self._incarnation.name, header, "last", int)
+        request = {"kind": "adopt", "state": adoption(saved(self._incarnation.name, state), action)}
+        return (await self._ask(request, Last, timeout_s))[0].last
 
     async def wait_dead(self) -> str:
         """Return, with the evidence, once the container's process 1 is gone."""
@@ -87,19 +85,14 @@ class DockerSandbox:
             "timeout_s": action.timeout_s,
             "output_limit_bytes": action.output_limit_bytes,
         }
-        header, output = await self._ask(request, action.timeout_s + self._answer_s)
-        name = self._incarnation.name
-        return Observation(
-            exit_status=_field(name, header, "exit_status", int),
-            output=output,
-            duration_s=_field(name, header, "duration_s", float),
-            timed_out=_field(name, header, "timed_out", bool),
-            dropped_bytes=_field(name, header, "dropped_bytes", int),
-        )
+        ran, output = await self._ask(request, Ran, action.timeout_s + self._answer_s)
+        if len(output) > max(action.output_limit_bytes, LEAST_OUTPUT_BYTES):
+            raise SandboxFailedError(self._incarnation.name, f"its runner gave {len(output):,} bytes of output")
+        return Observation(ran.exit_status, output, ran.duration_s, ran.timed_out, ran.dropped_bytes)
 
-    async def _ask(self, request: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], bytes]:
+    async def _ask(self, request: dict[str, Any], kind: type[A], timeout_s: float) -> tuple[A, bytes]:
         return await self._unless_dead(
-            self._channel.ask(request, timeout_s, lambda: thaw_abandoned(self._home, self._incarnation))
+            self._channel.ask(request, kind, timeout_s, lambda: thaw_abandoned(self._home, self._incarnation))
         )
 
     async def _unless_dead(self, work: Awaitable[T]) -> T:
@@ -131,10 +124,3 @@ def thaw_abandoned(home: Home, incarnation: Incarnation) -> bool:
     except (TimeoutError, FileNotFoundError):
         return False
     return True
-
-
-def _field(incarnation: str, header: dict[str, Any], name: str, kind: type[T]) -> T:
-    value = header.get(name)
-    if type(value) is kind:
-        return value
-    raise SandboxFailedError(incarnation, f"its runner's answer has no usable {name!r}")

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ from belayer.journal.redis_store import RedisStore
 from belayer.journal.writer import Reader, take_over
 from belayer.processes import host_name, start_ticks
 from belayer.sandbox.docker_host import DockerHost, open_host
-from belayer.sandbox.manifest import PROBE
+from belayer.sandbox.manifest import PROBE, RUNNER_STATE
 from belayer.sandbox.protocol import Action, Sandbox
 from tests.sandbox.conftest import change_note
 from tests.waiting import until
@@ -97,8 +98,24 @@ async def test_a_killed_container_comes_back_at_its_newest_boundary(
     assert not [c for c in await host.checkpoints() if c.startswith(name)]
 
 
-async def test_a_checkpoint_that_does_not_come_back_as_it_was_is_discarded_for_an_older_one(
-    redis_store: RedisStore, host: DockerHost, namespace: str, tmp_path
+@pytest.mark.parametrize(
+    ("command", "note", "old", "new", "cause"),
+    [
+        ("sleep 1000 & ", PROBE, b'"threads":"1"', b'"threads":"7"', "threads of process"),
+        ("", RUNNER_STATE, b'{"last": 2', b'["last", 2', "no saved"),
+    ],
+    ids=["a process is another", "the runner's state is none"],
+)
+async def test_a_checkpoint_that_does_not_come_back_is_discarded_for_an_older_one(
+    redis_store: RedisStore,
+    host: DockerHost,
+    namespace: str,
+    tmp_path: Path,
+    command: str,
+    note: str,
+    old: bytes,
+    new: bytes,
+    cause: str,
 ) -> None:
     store, run, name = redis_store, f"run-{namespace}", f"t-{namespace}"
     async with actors(store, host, RecordedEngineHost(tmp_path, tmp_path, owner_pid=os.getpid())):
@@ -108,11 +125,12 @@ async def test_a_checkpoint_that_does_not_come_back_as_it_was_is_discarded_for_a
         assert box.container is not None
         async with await host.attach(incarnation_of(box.container)) as sandbox:
             for number, word in enumerate(("one", "two"), start=1):
-                await turn(t, sandbox, f"sleep 1000 & echo {word} >> kept")
+                await turn(t, sandbox, f"{command}echo {word} >> kept")
                 await until(lambda number=number: published(store, name, number), 30.0, f"a checkpoint of {number}")
             (newest,) = (made for made in (await look(store, name)).published.values() if made.boundary == 2)
-            probe = host.checkpoint_path(newest.checkpoint) / PROBE
-            change_note(probe, probe.read_bytes().replace(b'"threads":"1"', b'"threads":"7"'))
+            written = host.checkpoint_path(newest.checkpoint) / note
+            assert old in written.read_bytes()
+            change_note(written, written.read_bytes().replace(old, new))
             os.kill(box.container.pid, signal.SIGKILL)
             with pytest.raises((FencedError, SandboxFailedError)):
                 await turn(t, sandbox, "cat kept")
@@ -122,11 +140,11 @@ async def test_a_checkpoint_that_does_not_come_back_as_it_was_is_discarded_for_a
         again = (await look(store, name)).container
         assert again is not None
         async with await host.attach(incarnation_of(again)) as sandbox:
-            assert await turn(t, sandbox, "cat kept; pgrep -c sleep") == "one\n1\n"
+            assert await turn(t, sandbox, "cat kept; pgrep -c sleep || true") == f"one\n{1 if command else 0}\n"
         history = [record.event for record in await Reader(store, ids.sandbox(name)).catch_up()]
         (discarded,) = (event for event in history if isinstance(event, CheckpointDiscarded))
         assert discarded.checkpoint == newest.checkpoint
-        assert "threads of process" in discarded.reason
+        assert cause in discarded.reason
         await t.finish("done")
         await until(lambda: removed(host, name), 30.0, "the container's removal")
 

@@ -17,6 +17,7 @@ import pytest
 
 from belayer.errors import SandboxFailedError
 from belayer.sandbox import control
+from belayer.sandbox.answers import Last, Ran
 from belayer.sandbox.containers import RUNNER
 from tests.waiting import until
 
@@ -37,10 +38,8 @@ class RunnerProcess:
         )
         self.channel = control.Channel("runner", folder)
 
-    async def run(
-        self, number: int, command: str, timeout_s: float = 20.0, limit: int = 1 << 20
-    ) -> tuple[dict[str, Any], bytes]:
-        return await self.channel.ask(request(number, command, timeout_s, limit), timeout_s + 10.0)
+    async def run(self, number: int, command: str, timeout_s: float = 20.0, limit: int = 1 << 20) -> tuple[Ran, bytes]:
+        return await self.channel.ask(request(number, command, timeout_s, limit), Ran, timeout_s + 10.0)
 
     @property
     def marker(self) -> tuple[str, int] | None:
@@ -90,9 +89,9 @@ async def runner(tmp_path: Path) -> AsyncIterator[RunnerProcess]:
 async def test_output_status_environment_and_folder(runner: RunnerProcess) -> None:
     header, output = await runner.run(1, "echo $GREETING; echo oops >&2; pwd; exit 3")
     assert output == f"hello\noops\n{runner.folder.parent}\n".encode()
-    assert header["exit_status"] == 3
-    assert not header["timed_out"]
-    assert 0 < header["duration_s"] < 10
+    assert header.exit_status == 3
+    assert not header.timed_out
+    assert 0 < header.duration_s < 10
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ async def test_output_status_environment_and_folder(runner: RunnerProcess) -> No
 )
 async def test_exit_statuses(runner: RunnerProcess, command: str, status: int) -> None:
     header, _ = await runner.run(1, command)
-    assert header["exit_status"] == status
+    assert header.exit_status == status
 
 
 async def test_input_is_empty_and_the_session_is_its_own(runner: RunnerProcess) -> None:
@@ -124,7 +123,7 @@ async def test_a_number_that_runs_now_is_joined(runner: RunnerProcess) -> None:
     asked = asyncio.ensure_future(runner.run(1, "mkfifo gate; read line < gate; echo $line"))
     await until(gate.exists)
     other = control.Channel("runner", runner.folder)
-    joined = asyncio.ensure_future(other.ask(request(1, "echo never"), 20.0))
+    joined = asyncio.ensure_future(other.ask(request(1, "echo never"), Ran, 20.0))
     with pytest.raises(SandboxFailedError, match="action 1 is still running"):
         await runner.run(2, "true")
     assert runner.marker == ("busy", 1)
@@ -147,12 +146,12 @@ async def test_long_output_keeps_its_head_and_tail(runner: RunnerProcess) -> Non
     whole = "".join(f"{n}\n" for n in range(1, 200001)).encode()
     assert len(output) == 1000
     assert output == whole[:500] + whole[-500:]
-    assert header["dropped_bytes"] == len(whole) - 1000
+    assert header.dropped_bytes == len(whole) - 1000
 
 
 async def test_no_output_at_all_is_kept_when_the_limit_is_zero(runner: RunnerProcess) -> None:
     header, output = await runner.run(1, "seq 1 1000", limit=0)
-    assert (output, header["dropped_bytes"]) == (b"", 3893)
+    assert (output, header.dropped_bytes) == (b"", 3893)
 
 
 async def test_a_timeout_ends_the_whole_action_and_nothing_else(runner: RunnerProcess) -> None:
@@ -160,8 +159,8 @@ async def test_a_timeout_ends_the_whole_action_and_nothing_else(runner: RunnerPr
     earlier = int(output)
     command = "sleep 1001 & setsid sleep 1002 & (trap '' TERM; sleep 1003); echo never"
     header, output = await runner.run(2, f"ps -o pid= -C nothing; {command}", timeout_s=0.5)
-    assert header["exit_status"] == 124
-    assert header["timed_out"]
+    assert header.exit_status == 124
+    assert header.timed_out
     assert b"never" not in output
     assert Path(f"/proc/{earlier}/cmdline").read_bytes().startswith(b"sleep\x001000")
     await until(lambda: processes_in(runner.folder.parent) == [earlier], what="the rest to be dead")
@@ -170,7 +169,7 @@ async def test_a_timeout_ends_the_whole_action_and_nothing_else(runner: RunnerPr
 async def test_background_processes_neither_delay_nor_break(runner: RunnerProcess) -> None:
     command = "mkfifo gate; (while :; do read line < gate || continue; echo $line; echo $line >> heard; done) &"
     header, output = await runner.run(1, command)
-    assert header["exit_status"] == 0
+    assert header.exit_status == 0
     assert output == b""
     for number in (2, 3):
         await runner.run(number, f"echo {number} > gate")
@@ -216,14 +215,14 @@ async def test_a_runner_that_moved_to_a_fresh_folder_goes_on(runner: RunnerProce
             path.unlink()
     runner.channel.close()
     runner.channel = control.Channel("runner", runner.folder)
-    header, _ = await runner.channel.ask({"kind": "ping"}, 10.0)
-    assert header["last"] == 1
+    header, _ = await runner.channel.ask({"kind": "ping"}, Last, 10.0)
+    assert header.last == 1
     await until(lambda: runner.marker == ("idle", 1))
 
 
 async def test_a_client_that_went_away_costs_nothing(runner: RunnerProcess) -> None:
     other = control.Channel("runner", runner.folder)
-    asked = asyncio.ensure_future(other.ask(request(1, "mkfifo gate; read line < gate; echo $line"), 20.0))
+    asked = asyncio.ensure_future(other.ask(request(1, "mkfifo gate; read line < gate; echo $line"), Ran, 20.0))
     gate = runner.folder.parent / "gate"
     await until(gate.exists)
     asked.cancel()
@@ -237,7 +236,7 @@ async def test_silence_is_a_failure(tmp_path: Path) -> None:
     control.make_folder(tmp_path / "control")
     channel = control.Channel("nobody", tmp_path / "control")
     with pytest.raises(SandboxFailedError, match="did not answer within"):
-        await channel.ask({"kind": "ping"}, 0.1)
+        await channel.ask({"kind": "ping"}, Last, 0.1)
     channel.close()
 
 
@@ -249,6 +248,6 @@ async def test_a_hostile_folder_is_not_followed(tmp_path: Path) -> None:
     (folder / "doorbell").symlink_to(tmp_path / "outside")
     channel = control.Channel("hostile", folder)
     with pytest.raises(SandboxFailedError, match="unusable"):
-        await channel.ask({"kind": "ping"}, 1.0)
+        await channel.ask({"kind": "ping"}, Last, 1.0)
     channel.close()
     assert (tmp_path / "outside").read_text() == "untouched"
