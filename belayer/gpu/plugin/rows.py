@@ -16,8 +16,8 @@ class Rows:
     """Used in the scheduler's thread, as its ledger is."""
 
     def __init__(self) -> None:
-        self._said: dict[int, tuple[str, int]] = {}
-        """By row: the request's id, and how many of its tokens the ledger has."""
+        self._said: dict[int, tuple[str, int, int]] = {}
+        """By row: the request's id, its digest, and how many of its tokens the ledger has."""
 
     def decoded(self, ledger: Ledger, requests: Iterable[Any], version: int) -> None:
         """A decode step's tokens are sampled, so the KV before them is complete.
@@ -35,14 +35,14 @@ class Rows:
             total = len(prompt) + len(output)
             if total > ledger.width:
                 continue
-            rid, count = said.get(row, ("", 0))
+            rid, digest, count = said.get(row, ("", 0, 0))
             if rid != request.rid:
-                total = 0
+                digest, total = request_digest(request.rid), 0
             elif not count:
-                ledger.write(row, request_digest(rid), 0, prompt + output, version)
+                ledger.write(row, digest, 0, prompt + output, version)
             elif count < total:
-                ledger.write(row, request_digest(rid), count, output[count - len(prompt) :], version)
-            said[row] = (request.rid, total)
+                ledger.write(row, digest, count, output[count - len(prompt) :], version)
+            said[row] = (request.rid, digest, total)
 
     def freed(self, ledger: Ledger, row: int) -> None:
         """From here on the row's slots may be given to another request."""
