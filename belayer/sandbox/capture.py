@@ -42,10 +42,11 @@ from belayer.sandbox.manifest import (
     sizes_and_digests,
     write_manifest,
 )
+from belayer.sandbox.mapped import mapped_inodes
 from belayer.sandbox.mounts import external_mounts
 from belayer.sandbox.obstacles import obstacle
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
-from belayer.sandbox.quiet import mapped_inodes, noise
+from belayer.sandbox.quiet import noise
 from belayer.sandbox.tree import described, is_dying, outsiders
 from belayer.sandbox.unchanged import is_unchanged
 
@@ -134,7 +135,7 @@ class Capture:
             with self._home.partial(self._name) as folder:
                 for part in (IMAGES, LAYER):
                     (folder / part).mkdir(mode=0o700)
-                with LayerCapture(self._container.upper, folder / LAYER, known, saved) as layer:
+                with LayerCapture(self._container.upper, folder / LAYER, known, saved, self._container.merged) as layer:
                     frozen_s = self._quietly(freezer, layer) or self._with_processes(
                         freezer, lock, layer, folder / IMAGES, deadline
                     )
@@ -212,8 +213,8 @@ class Capture:
             copy = memory.room_for(freezer.processes())
             if copy is not None:
                 stack.enter_context(copy)
-            mapped = mapped_inodes(freezer.processes())
-            layer.prepare()
+            devices = {path.stat().st_dev for path in (self._container.upper, self._container.merged)}
+            layer.prepare(mapped_inodes(freezer.processes(), devices))
 
             def when_ready() -> None:
                 held[:] = self._freeze(freezer)
@@ -224,7 +225,7 @@ class Capture:
 
             def before_release() -> None:
                 self._stop_if_cancelled()
-                layer.settle(mapped | mapped_inodes(held))
+                layer.settle(mapped_inodes(held, devices))
                 if copy is not None:
                     copy.complete(images, messages)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from belayer.sandbox.captured import Captured, Seen, describe, root_of
+from belayer.sandbox.mapped import Numbers
 from belayer.sandbox.removal import remove_entry
 from belayer.sandbox.scan import (
     FOLDER,
@@ -38,8 +39,15 @@ LAYER_LIMIT_BYTES = 64 << 30
 class LayerCapture:
     """One capture of the layer `upper` into the empty folder `target`. OSError when the disk cannot take it."""
 
-    def __init__(self, upper: Path, target: Path, known: Captured | None = None, saved: Path | None = None) -> None:
-        """`saved` is the folder of the layer that `known` describes; it may be gone."""
+    def __init__(
+        self,
+        upper: Path,
+        target: Path,
+        known: Captured | None = None,
+        saved: Path | None = None,
+        merged: Path | None = None,
+    ) -> None:
+        """`saved` is the folder of the layer that `known` describes; it may be gone. `merged`: see `Numbers`."""
         for folder in (upper, target):
             if not folder.is_absolute() or folder == Path("/"):
                 raise OSError(f"{folder} is not a layer's folder")
@@ -59,6 +67,8 @@ class LayerCapture:
         self._reused: set[bytes] = set()
         self._missed: set[bytes] = set()
         self._disbelieved: set[int] = set()
+        self._mapped: set[int] = set()
+        self._numbers = Numbers(merged)
 
     def __enter__(self) -> LayerCapture:
         return self
@@ -67,9 +77,11 @@ class LayerCapture:
         for fd in (self._source, self._target, self._saved):
             if fd >= 0:
                 os.close(fd)
+        self._numbers.close()
 
-    def prepare(self) -> None:
-        """Copy all that is there. What moves meanwhile is left to `settle`."""
+    def prepare(self, mapped: Collection[int] = ()) -> None:
+        """Copy all that is there. What moves meanwhile is left to `settle`. `mapped`: see there, as it is now."""
+        self._mapped.update(mapped)
         self._believed_ns = believed_until()
         self._first = scan(self._source)
         size_bytes = sum(found.st_blocks * 512 for found in self._first.values())
@@ -77,14 +89,17 @@ class LayerCapture:
             raise OSError(
                 f"the layer holds {size_bytes >> 30} GiB, more than the {LAYER_LIMIT_BYTES >> 30} that are kept"
             )
+        if self._mapped:
+            self._numbers.look(self._first)
         self._copy(self._first)
 
     def settle(self, mapped: Collection[int]) -> int:
         """Make the copy exact; how many entries that took. The container is frozen; `mapped` are the inodes that are
-        mapped shared and writable, now or when `prepare` began."""
-        self._disbelieved = set(mapped)
+        mapped shared, by the numbers that the container sees (`mapped.py`)."""
+        self._mapped.update(mapped)
         self._root = root_of(self._source, self._believed_ns)
         self._last = scan(self._source)
+        self._disbelieved = self._numbers.among(self._last, self._mapped)
         redo: Scan = {}
         renewed: set[bytes] = set()  # folders that are others than before: nothing in them is taken as it was
         for path, found in self._last.items():

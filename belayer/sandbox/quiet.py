@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from belayer.sandbox.scan import FOLDER, parent_of
-from belayer.sandbox.text import lines_of, rows_of, shown
+from belayer.sandbox.text import lines_of, shown
 
 DEVICES = frozenset(
     "console core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero".split()  # noqa: SIM905
@@ -63,18 +63,3 @@ def traits(pid: int) -> str:
     parts = [(process / "limits").read_text(), (process / "oom_score_adj").read_text(), *status, priority[15]]
     parts.extend((priority[16], priority[38]))
     return "\n".join(parts)
-
-
-def mapped_inodes(processes: list[int]) -> set[int]:
-    """Inodes of files that the processes have mapped shared and writable. proc(5), maps."""
-    found = set()
-    for pid in processes:
-        try:
-            maps = rows_of(Path(f"/proc/{pid}/maps"))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        for line in maps:
-            fields = line.split(None, 5)
-            if fields[1][1:2] == b"w" and fields[1][3:4] == b"s":
-                found.add(int(fields[4]))
-    return found

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from belayer.sandbox.apply import apply
 from belayer.sandbox.captured import Captured, digest_of, rebase
 from belayer.sandbox.layer import LayerCapture, fill
-from belayer.sandbox.quiet import mapped_inodes
+from belayer.sandbox.mapped import mapped_inodes
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="layers belong to root")
 
