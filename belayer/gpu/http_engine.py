@@ -10,9 +10,9 @@ too.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -20,6 +20,9 @@ import msgspec
 from belayer.errors import EngineFailedError, InputError, PrefixRefusedError
 from belayer.gpu.incarnation import meant
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
+from belayer.gpu.resume_group import UNREAD_TOKENS, FellBehindError, Member, joined
+
+T = TypeVar("T")
 
 RESUME_KEY = "belayer_resume"
 """In a request's `custom_params`: [its id on the dead engine, number of tokens that the caller has]."""
@@ -29,17 +32,25 @@ WEIGHT_VERSIONS_KEY = "belayer_weight_versions"
 """In a response's `meta_info`: the version of the weights that each token came from, from Belayer's plugin."""
 _RESUME_TAIL_TOKENS = 32
 _TOGETHER_S = 0.001
+_BREAKS = (TimeoutError, aiohttp.ClientError, OSError)
 
 
 class HttpEngine:
-    """A connection to one engine incarnation. `silence_s` bounds the wait for any token, the first one included."""
+    """A connection to one engine incarnation. `silence_s` bounds the wait for any token, the first one included.
+
+    Every wait for the engine ends at that bound, and at once when the client is ended or closed.
+    """
 
     def __init__(self, engine: EngineProcess, *, silence_s: float = 120.0) -> None:
         self._engine = engine
         self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None
-        self._gathered: list[_Resuming] = []
+        self._group: list[Member] = []
+        """Those that wait for company."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waits: set[asyncio.Timeout] = set()
+        self._ended = ""
+        """Why nothing comes any more."""
 
     async def generate(
         self, request: str, prefix: Sequence[int], sampling: Sampling, *, resumes: str = ""
@@ -53,76 +64,107 @@ class HttpEngine:
         if resumes and len(prefix) > _RESUME_TAIL_TOKENS:
             received = 0
             try:
-                async for batch in self._tokens(self._together(_resuming_body(request, prefix, sampling, resumes))):
-                    received += len(batch.token_ids)
-                    yield batch
+                async with aclosing(self._together(_resuming_body(request, prefix, sampling, resumes))) as batches:
+                    async for batch in batches:
+                        received += len(batch.token_ids)
+                        yield batch
                 return
             except EngineFailedError as error:
                 if received or RESUME_UNKNOWN not in error.evidence:
                     raise
+            except (InputError, PrefixRefusedError):
+                if received:
+                    raise
+                # It may be another of the group that was refused.
             request += "~"  # SGLang aborts an id again 2 s after its response has ended
-        async for batch in self._tokens(self._alone(_body(request, prefix, sampling))):
-            yield batch
+        async with aclosing(self._alone(_body(request, prefix, sampling))) as batches:
+            async for batch in batches:
+                yield batch
 
-    async def _tokens(self, events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[TokenBatch]:
+    async def _alone(self, body: dict[str, Any]) -> AsyncGenerator[TokenBatch]:
+        """The tokens of a request that has an HTTP request to itself."""
         received = 0
+        deadline = self._deadline()
         try:
-            async with contextlib.aclosing(events):
-                async for event in events:
+            async with aclosing(self._answer(body)) as events:
+                while (event := await self._by(deadline, lambda: anext(events, None))) is not None:
                     for batch in self._batches(event, received):
                         received += len(batch.token_ids)
                         if batch.token_ids or batch.finish_reason is not None:
                             yield batch
+                            deadline = self._deadline()
                         if batch.finish_reason is not None:
                             return
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            what = str(error) or type(error).__name__
-            raise self._failed(f"the stream broke after {received} tokens ({what})") from None
+        except _BREAKS as error:
+            raise self._broken(received, error) from None
         raise self._failed(f"the stream ended after {received} tokens without a finish reason")
 
-    async def _alone(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The events of one HTTP request."""
-        async with self._post("generate", body) as response:
-            if response.status != 200:
-                raise self._refusal(response.status, await response.read())
-            async for event in self._events(response):
-                yield event
-
-    async def _together(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    async def _together(self, body: dict[str, Any]) -> AsyncGenerator[TokenBatch]:
         """The same, of a request that shares its HTTP request with all that come within a moment."""
-        mine = _Resuming(body)
-        if not self._gathered:
-            self._beside(self._send_gathered())
-        self._gathered.append(mine)
-        finished = False
+        mine = Member(body)
+        if not self._group:
+            self._beside(self._send_group())
+        self._group.append(mine)
+        finish_reason = None
         try:
-            while not finished:
-                event = await asyncio.wait_for(mine.events.get(), self._silence_s)
-                if isinstance(event, Exception):
-                    raise event
-                finished = event.get("meta_info", {}).get("finish_reason") is not None
-                yield event
+            while finish_reason is None:
+                deadline = self._deadline()
+                while (batch := mine.take()) is None:
+                    await self._by(deadline, mine.arrived.wait)
+                finish_reason = batch.finish_reason
+                yield batch
+        except _BREAKS as error:
+            raise self._broken(mine.received, error) from None
         finally:
-            if not finished:
-                self._beside(self._abort(body["rid"]))
+            self._drop(mine, self._failed("nobody reads it"))
 
-    async def _send_gathered(self) -> None:
+    async def _send_group(self) -> None:
+        """Give each its tokens, until all have ended; whatever ends this ends them."""
         await asyncio.sleep(_TOGETHER_S)
-        group, self._gathered = self._gathered, []
+        group, self._group = [one for one in self._group if one.runs], []
         by_id = {one.body["rid"]: one for one in group}
-        error: Exception = self._failed("the stream ended without a finish reason")
+        cause: Exception = self._failed("the stream ended without a finish reason")
         try:
-            async with contextlib.aclosing(self._alone(_joined([one.body for one in group]))) as events:
+            if not group:
+                return
+            async with aclosing(self._answer(joined(group))) as events:
                 async for event in events:
                     for one in [by_id[event["meta_info"]["id"]]] if "meta_info" in event else group:
-                        one.events.put_nowait(event)
-        except (EngineFailedError, InputError, PrefixRefusedError, TimeoutError, aiohttp.ClientError, OSError) as cause:
-            error = cause
-        for one in group:
-            one.events.put_nowait(error)
+                        self._pass_on(event, one)
+                        if not one.runs and not any(other.runs for other in group):
+                            return
+        except (KeyError, TypeError) as error:
+            cause = self._failed(f"sent an event of no request that it was given ({error!r})")
+        except (*_BREAKS, EngineFailedError, InputError, PrefixRefusedError) as error:
+            cause = error
+        finally:
+            for one in group:
+                one.end(self._broken(one.received, cause) if isinstance(cause, _BREAKS) else cause)
+
+    def _pass_on(self, event: dict[str, Any], one: Member) -> None:
+        if not one.runs:
+            return
+        if one.is_full:
+            behind = f"{UNREAD_TOKENS} tokens wait for their reader, who would hold up those that share his stream"
+            self._drop(one, FellBehindError(self._engine.incarnation, behind))
+            return
+        try:
+            one.give(self._batches(event, one.received))
+        except (EngineFailedError, InputError, PrefixRefusedError) as error:
+            if "error" in event or event["meta_info"].get("finish_reason") is not None:
+                one.end(error)  # the engine has ended it itself
+            else:
+                self._drop(one, error)
+
+    def _drop(self, one: Member, why: Exception) -> None:
+        """It takes no more: the engine need not go on with it."""
+        if one.runs:
+            one.end(why)
+            if not self._ended:
+                self._beside(self._abort(one.body["rid"]))
 
     async def _abort(self, request: str) -> None:
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        with suppress(*_BREAKS):
             async with self._post("abort_request", {"rid": request}):
                 pass
 
@@ -130,6 +172,23 @@ class HttpEngine:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._silence_s
+
+    async def _by(self, deadline: float, step: Callable[[], Awaitable[T]]) -> T:
+        """The step's result; TimeoutError at the deadline, and at once when the client is ended.
+
+        aiohttp's own timeout is not enough: it is dropped, and nobody woken, when a session closes.
+        """
+        if self._ended:
+            raise TimeoutError
+        async with asyncio.timeout_at(deadline) as wait:
+            self._waits.add(wait)
+            try:
+                return await step()
+            finally:
+                self._waits.discard(wait)
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         if self._session is None:
@@ -142,13 +201,29 @@ class HttpEngine:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._silence_s, sock_read=self._silence_s),
         )
 
-    async def close(self) -> None:
-        """Close the connections."""
+    def end(self, why: str) -> None:
+        """End every stream now, and every later one at its first step, with EngineFailedError."""
+        self._ended = self._ended or why
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(0)
         for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        """End every stream, then close the connections."""
+        self.end("its client was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+    async def _answer(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The events of one HTTP request."""
+        async with self._post("generate", body) as response:
+            if response.status != 200:
+                raise self._refusal(response.status, await response.read())
+            async for event in self._events(response):
+                yield event
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
         """The `data:` lines of a stream of server-sent events (WHATWG HTML, 9.2.6), as far as SGLang uses them."""
@@ -214,24 +289,13 @@ class HttpEngine:
             return InputError(f"engine {self._engine.incarnation} refused the request: {message}")
         return self._failed(f"answered {status}: {message}")
 
+    def _broken(self, received: int, error: Exception) -> EngineFailedError:
+        silence = f"nothing came for {self._silence_s:g} s" if isinstance(error, TimeoutError) else ""
+        what = self._ended or str(error) or silence or type(error).__name__
+        return self._failed(f"the stream broke after {received} tokens ({what})")
+
     def _failed(self, evidence: str) -> EngineFailedError:
         return EngineFailedError(self._engine.incarnation, evidence)
-
-
-class _Resuming:
-    """A request in a group, and what has come for it: events, and last an error."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
-        self.events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
-
-
-def _joined(bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """One GenerateReqInput for all of them."""
-    if len(bodies) == 1:
-        return bodies[0]
-    each = {name: [body[name] for body in bodies] for name in ("rid", "input_ids", "sampling_params")}
-    return bodies[0] | each
 
 
 def _resuming_body(request: str, prefix: Sequence[int], sampling: Sampling, resumes: str) -> dict[str, Any]:

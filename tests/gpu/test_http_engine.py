@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ from aiohttp import web
 from belayer.errors import EngineFailedError, InputError
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
+from belayer.gpu.resume_group import UNREAD_TOKENS, FellBehindError
 from tests.waiting import until
 
 Say = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(say: Say, seen: list[Any] | None = None) -> AsyncIterator[HttpEngine]:
+async def serving(say: Say, seen: list[Any] | None = None, silence_s: float = 0.5) -> AsyncIterator[HttpEngine]:
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if seen is not None:
@@ -41,7 +42,7 @@ async def serving(say: Say, seen: list[Any] | None = None) -> AsyncIterator[Http
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    engine = HttpEngine(EngineProcess("e-1", "here", 1, 1, address), silence_s=0.5)
+    engine = HttpEngine(EngineProcess("e-1", "here", 1, 1, address), silence_s=silence_s)
     try:
         yield engine
     finally:
@@ -205,3 +206,94 @@ async def test_who_leaves_a_group_is_aborted_and_the_others_go_on_to_its_break()
         aborted.set()
         with pytest.raises(EngineFailedError, match="without a finish reason"):
             await other
+
+
+async def test_an_ended_client_has_no_stream_that_waits_and_takes_no_new_one() -> None:
+    """Alone, in a group, in a group that is not sent yet; the engine says nothing, and might for ever."""
+    heard = asyncio.Event()
+
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        names = (await request.json())["rid"]
+        for name in names if isinstance(names, list) else [names]:
+            await response.write(event([7], 1, name=name))
+        await heard.wait()
+
+    async with serving(say, [], silence_s=1000) as engine:
+        streams = [engine.generate("r", [1, 2, 3], Sampling(9))]
+        streams += [engine.generate(name, list(range(40)), Sampling(9), resumes=f"old-{name}") for name in "ab"]
+        for first in await asyncio.gather(*(anext(stream) for stream in streams)):
+            assert first.token_ids == [7]
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        waiting.append(asyncio.ensure_future(resume(engine, "gathering")))  # type: ignore[arg-type]
+        await asyncio.wait(waiting, timeout=0)
+        engine.end("its host is gone")
+        for task in waiting:
+            with pytest.raises(EngineFailedError, match="its host is gone"):
+                await asyncio.wait_for(task, 10)
+        for resumes in ("", "old"):
+            with pytest.raises(EngineFailedError, match="its host is gone"):
+                await anext(engine.generate("later", list(range(40)), Sampling(9), resumes=resumes))
+        heard.set()
+
+
+async def test_events_without_tokens_are_silence() -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        name = (await request.json())["rid"]
+        with suppress(ConnectionError):
+            while True:
+                await response.write(event([], 0, name=name))
+                await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=0.05)
+
+    async with serving(say, []) as engine:
+        with pytest.raises(EngineFailedError, match=r"after 0 tokens \(nothing came for 0.5 s\)"):
+            await asyncio.wait_for(collect(engine), 10)
+        with pytest.raises(EngineFailedError, match=r"after 0 tokens \(nothing came for 0.5 s\)"):
+            await asyncio.wait_for(resume(engine, "a"), 10)
+
+
+async def test_who_does_not_read_leaves_the_group_and_holds_up_nobody() -> None:
+    """The events are cumulative, as SGLang's are by default."""
+
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        for count in range(1, 61):
+            await response.write(event([5] * 128 * count, 128 * count, name="slow"))
+            await response.write(event([6] * count, count, STOP if count == 60 else None, name="quick"))
+
+    seen: list[Any] = []
+    async with serving(say, seen, silence_s=1000) as engine:
+        slow = engine.generate("slow", list(range(40)), Sampling(9), resumes="old-slow")
+        quick = asyncio.create_task(resume(engine, "quick"))
+        received = len((await anext(slow)).token_ids)
+        assert await quick == [6] * 60
+        assert {"abort": "slow"} in seen
+        with pytest.raises(FellBehindError):
+            async for batch in slow:
+                received += len(batch.token_ids)
+        assert received <= UNREAD_TOKENS + 2 * 128
+
+
+async def test_what_a_group_is_refused_for_is_found_by_asking_for_each_alone() -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        body = await request.json()
+        if isinstance(body["rid"], list) or body["rid"] == "b~":
+            await response.write(b'data: {"error": {"message": "too long", "code": 400}}\n\n')
+        else:
+            await response.write(event([7], 1, STOP, name=body["rid"]))
+
+    seen: list[Any] = []
+    async with serving(say, seen) as engine:
+        good, bad = await asyncio.gather(resume(engine, "a"), resume(engine, "b"), return_exceptions=True)
+    assert good == [7] and isinstance(bad, InputError)
+    assert sorted(str(body["rid"]) for body in seen) == ["['a', 'b']", "a~", "b~"]
+
+
+async def test_an_event_of_nobody_ends_the_group() -> None:
+    async def say(request: web.Request, response: web.StreamResponse) -> None:
+        for name in (await request.json())["rid"]:
+            await response.write(event([7], 1, name=name))
+        await response.write(event([7], 1, name="nobody"))
+        await asyncio.wait_for(request.content.wait_eof(), 10)
+
+    async with serving(say, [], silence_s=1000) as engine:
+        for error in await asyncio.gather(resume(engine, "a"), resume(engine, "b"), return_exceptions=True):
+            assert isinstance(error, EngineFailedError) and "'nobody'" in error.evidence

@@ -2,7 +2,8 @@
 
 Invariant: an engine is reported as failed only when its process is gone, or nothing or another engine listens at its
 address: a report has it killed, with all its streams. A stream that breaks while the engine is there is that request's
-failure alone; a hung engine is for the detector to see.
+failure alone; a hung engine is for the detector to see. An engine that is dead, because it was found so here or because
+the journal says so, has no stream that still waits for it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class Engines:
         self._silence_s = silence_s
         self._clients: dict[str, HttpEngine] = {}
         self._judged: dict[str, asyncio.Task[bool]] = {}
+        self._dead: set[str] = set()
 
     def connect(self, route: Route) -> HttpEngine:
-        """The client for that engine."""
+        """The client for that engine. All that is asked of a dead one fails at once."""
         found = self._clients.get(route.incarnation)
         if found is None:
             at = route.engine.registered
@@ -55,12 +57,20 @@ class Engines:
 
         Any number of streams that break together are one look and one report.
         """
+        if route.incarnation in self._dead:
+            return math.inf
         task = self._judged.get(route.incarnation)
         if task is None:
             task = asyncio.create_task(self._judge(route, evidence))
             self._judged[route.incarnation] = task
-            task.add_done_callback(lambda done: self._forget(route.incarnation, done))
+            task.add_done_callback(lambda _: self._judged.pop(route.incarnation))
         return math.inf if await asyncio.shield(task) else time.monotonic() + _AGAIN_S
+
+    def ended(self, incarnation: str, why: str) -> None:
+        """The engine is dead: end the streams that it has not broken. A host that is gone breaks none."""
+        self._dead.add(incarnation)
+        if (client := self._clients.get(incarnation)) is not None:
+            client.end(why)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -74,20 +84,19 @@ class Engines:
         kind = await _death(route.engine.registered)
         if kind is None:
             return False
+        client = self.connect(route)
+        client.end(f"its engine is {kind}: {evidence}")
         try:
             await self._report(route.worker, route.incarnation, kind, evidence)
         except JournalError as error:
             _log.warning(
                 "engine %s %s (%s), and the journal was not told: %s", route.incarnation, kind, evidence, error
             )
-        if (client := self._clients.pop(route.incarnation, None)) is not None:
+            self._clients.pop(route.incarnation, None)  # whoever asks it next looks again, and reports
             await client.close()
+        else:
+            self._dead.add(route.incarnation)
         return True
-
-    def _forget(self, incarnation: str, task: asyncio.Task[bool]) -> None:
-        """A dead engine stays known as dead; anything else is looked at again next time."""
-        if task.cancelled() or task.exception() is not None or not task.result():
-            self._judged.pop(incarnation, None)
 
 
 async def _death(at: WorkerRegistered) -> Literal["died", "unreachable"] | None:

@@ -42,6 +42,7 @@ class Flow:
         await self._arrived.wait()
         if not self._waiting:
             await self._task
+            raise RuntimeError("an engine's stream ended without a finish reason and without an error")
         taken, self._waiting, self._count = self._waiting, [], 0
         self._room.set()
         if not self._task.done():

@@ -38,6 +38,7 @@ from belayer.gpu.gateway.settings import Settings
 from belayer.gpu.gateway.text import Text, Tokenizer
 from belayer.gpu.gateway.workers import Route, Workers
 from belayer.gpu.protocol import TokenBatch
+from belayer.gpu.resume_group import FellBehindError
 from belayer.journal.store import JournalStore
 from belayer.projections.trajectory import Generation
 
@@ -169,7 +170,8 @@ class Run:
                 if tries >= _TRIES:
                     what = f"{tries} tries brought no token; the last: {error}; ask again with the same rid"
                     raise RefusedError(502, "engine_failed", what) from None
-                avoid[route.incarnation] = await around.engines.failed(route, error.evidence)
+                if not isinstance(error, FellBehindError):
+                    avoid[route.incarnation] = await around.engines.failed(route, error.evidence)
                 last = route, request
         await self._end(trajectory, kind)
 

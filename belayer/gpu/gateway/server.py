@@ -176,7 +176,7 @@ async def serving(
     async with AsyncExitStack() as stack:
         engines = Engines(report, settings.silence_s)
         stack.push_async_callback(engines.close)
-        following = await stack.enter_async_context(Workers(store, workers))
+        following = await stack.enter_async_context(Workers(store, workers, engines.ended))
         desk = Desk(store, following, engines, settings, tokenizer)
         app = Handlers(desk, following, settings, tokenizer).application()
         runner = web.AppRunner(app, handle_signals=False, handler_cancellation=True, access_log=None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,6 +25,7 @@ from belayer.projections.worker import EngineState, WorkerState
 
 _AGAIN_S = 0.2
 _LOOK_S = 10.0
+_DEAD = ("failed", "removed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,14 @@ class Route:
 
 
 class Workers:
-    """Follows the streams of some workers and of their runs. An async context."""
+    """Follows the streams of some workers and of their runs. An async context.
 
-    def __init__(self, store: JournalStore, names: Sequence[str]) -> None:
+    `ended` is told (incarnation, why) once of each engine that the journal calls dead.
+    """
+
+    def __init__(self, store: JournalStore, names: Sequence[str], ended: Callable[[str, str], None]) -> None:
         self._store = store
+        self._engine_ended = ended
         self.states: dict[str, WorkerState] = {name: worker.EMPTY for name in names}
         self._runs: dict[str, RunState] = {}
         self._changed = asyncio.Event()
@@ -55,16 +60,24 @@ class Workers:
     async def __aenter__(self) -> Workers:
         for name in self.states:
             self._start(self._follow_worker(name))
-        await asyncio.gather(*(known.wait() for known in self._known.values()))
+        known = asyncio.gather(*(known.wait() for known in self._known.values()))
+        await asyncio.wait([known, self.broken], return_when=asyncio.FIRST_COMPLETED)
+        if self.broken.done():
+            known.cancel()
+            await self._stop()
+            self.broken.result()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self._stop()
+        self.broken.cancel()
+
+    async def _stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.broken.cancel()
 
     @property
     def weight_version(self) -> int:
@@ -118,6 +131,11 @@ class Workers:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _say_dead(self, before: Mapping[str, EngineState], now: Mapping[str, EngineState]) -> None:
+        for name, engine in now.items():
+            if engine.status in _DEAD and (name not in before or before[name].status not in _DEAD):
+                self._engine_ended(name, f"the journal calls its engine {engine.status}: {engine.evidence}")
+
     def _start(self, following: object) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(following)  # type: ignore[arg-type]
         self._tasks.append(task)
@@ -131,7 +149,9 @@ class Workers:
         reader = Reader(self._store, ids.worker(name))
         while True:
             try:
+                before = self.states[name].engines
                 self.states[name] = worker.fold(await reader.catch_up(), self.states[name])
+                self._say_dead(before, self.states[name].engines)
                 run_name = self.states[name].run
                 if run_name and run_name not in self._runs:
                     self._runs[run_name] = run.EMPTY
