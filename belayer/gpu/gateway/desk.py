@@ -90,7 +90,6 @@ class Desk:
     def _over(self, run: Run, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         del self._runs[run.asked.rid], self._names[run.asked.name]
-        run.stopped()  # a task that was cancelled before its first step has told its callers nothing
         if not task.cancelled():
             task.result()
 
