@@ -1,5 +1,6 @@
 """Sees containers and engines fail, at once, and says so in the journal: a container by its pidfd, an engine as its
-host watches it (its end, and a silence that its work does not allow).
+host watches it (its end, and a silence that its work does not allow). It also says which weights a serving engine has,
+each time they were updated.
 
 The watch is the work on the notice that made the process known: the notice is renewed as long as the process lives,
 so when a detector dies its watches go stale and come to another, which finds a death that nobody saw. A process that
@@ -10,17 +11,21 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from belayer import ids
 from belayer.actors.projector import Projector
-from belayer.actors.reports import report_engine_failure, report_sandbox_failure
+from belayer.actors.reports import report_engine_failure, report_sandbox_failure, report_weights
 from belayer.actors.worker_recovery import process_of
+from belayer.errors import JournalUnavailableError
 from belayer.gpu.protocol import EngineHost
 from belayer.ids import StreamKind
 from belayer.journal.events import WorkerRegistered
 from belayer.journal.store import JournalStore, Notice
 from belayer.processes import wait_exit
 from belayer.projections import sandbox, worker
+
+_AGAIN_S = 0.5
 
 
 class Detector:
@@ -74,11 +79,27 @@ class Detector:
     async def _watch_engine(self, name: str, incarnation: str, registered: WorkerRegistered) -> None:
         if not self._begin(incarnation):
             return
+        weights = asyncio.create_task(self._follow_weights(name, incarnation))
         try:
             failure = await self._engines.watch(process_of(registered))
         finally:
             self._watched.discard(incarnation)
+            weights.cancel()
+            await asyncio.wait((weights,))
         await report_engine_failure(self._store, name, incarnation, failure.kind, failure.evidence, self._by)
+
+    async def _follow_weights(self, name: str, incarnation: str) -> None:
+        async with contextlib.aclosing(self._engines.weight_versions()) as versions:
+            async for version in versions:
+                await self._say_weights(name, incarnation, version)
+
+    async def _say_weights(self, name: str, incarnation: str, version: int) -> None:
+        while True:
+            try:
+                await report_weights(self._store, name, incarnation, version, self._by)
+                return
+            except JournalUnavailableError:
+                await asyncio.sleep(_AGAIN_S)
 
     def _begin(self, incarnation: str) -> bool:
         """False when a notice of ours already watches it."""

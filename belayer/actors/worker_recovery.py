@@ -5,11 +5,13 @@ WorkerReady in one append. Without a shadow a new main is started instead. Armin
 begun by the notice of the handover, so that nobody waits for it. A main whose memory server is gone serves on without
 a shadow and is replaced, memory server and all, as soon as it is idle. A main that dies again soon after it was
 replaced is taken for a sign of a failing GPU: its worker is excluded, and its requests go to other workers. An engine
-that no event names is removed by the reaper.
+that no event names is removed by the reaper. An engine is called ready with the version of the weights that it has: the
+memory server's word, and where there is none the old main's version for a shadow, 0 for an engine started anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterable
@@ -36,6 +38,7 @@ from belayer.projections.worker import EMPTY, EngineState, WorkerState, evolve, 
 
 IDLE_S = 600.0
 """How long a main whose memory server is gone may go on with requests before someone looks again."""
+_ASK_S = 5.0
 
 
 def process_of(engine: EngineState | WorkerRegistered) -> EngineProcess:
@@ -60,7 +63,6 @@ class WorkerRecovery:
         host: EngineHost,
         host_name: str,
         by: str,
-        weight_version: int = 0,
         patience_s: float = 0.0,
         relapse_s: float = 0.0,
     ) -> None:
@@ -73,7 +75,6 @@ class WorkerRecovery:
         self._host = host
         self._host_name = host_name
         self._by = by
-        self._weight_version = weight_version
         self._relapse_s = relapse_s
         self._arming: set[str] = set()
 
@@ -138,7 +139,10 @@ class WorkerRecovery:
                     await self._host.kill(process_of(shadow))
                 else:
                     completed = _completed(state.main, new, started_s, fenced_s, handover)
-                    await writer.append(completed, WorkerReady(new, shadow.weight_version))
+                    version = handover.weight_version
+                    if version is None:
+                        version = state.engines[state.main].weight_version
+                    await writer.append(completed, WorkerReady(new, version))
                     for phase, took_s in completed.phases_s.items():
                         steps.took(f"handover.{phase}", took_s, stream=str(writer.stream), epoch=writer.epoch)
                     return await self._host.kill(old)
@@ -183,9 +187,8 @@ class WorkerRecovery:
             if now.shadow is not None or (now.main != state.main and now.serving is None):
                 await self._host.kill(shadow)
                 return
-            await writer.append(
-                self._registered(shadow, "shadow", state.run), WorkerReady(incarnation, self._weight_version)
-            )
+            version = now.engines[now.main].weight_version
+            await writer.append(self._registered(shadow, "shadow", state.run), WorkerReady(incarnation, version))
         except FencedError:
             await self._host.kill(shadow)
             raise
@@ -195,13 +198,21 @@ class WorkerRecovery:
         main = await self._host.start(incarnation, "main")
         events: tuple[AnyEvent, ...] = (
             self._registered(main, "main", run),
-            WorkerReady(incarnation, self._weight_version),
+            WorkerReady(incarnation, await self._weight_version()),
         )
         try:
             await writer.append(*events)
         except FencedError:
             await self._host.kill(main)
             raise
+
+    async def _weight_version(self) -> int:
+        """That of a main which has just been started."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ASK_S), contextlib.aclosing(self._host.weight_versions()) as versions:
+                async for version in versions:
+                    return version
+        return 0
 
     def _registered(self, engine: EngineProcess, role: str, run: str) -> WorkerRegistered:
         return WorkerRegistered(

@@ -31,6 +31,7 @@ VERBS = {
     "actors": "Run detector, checkpointer, recovery and reaper on this host.",
     "memory": "Run a device's memory server, or say how it is.",
     "shadow": "Arm a standby for a worker, and say what it costs.",
+    "publish": "Say that a run's requests want new weights.",
     "gateway": "Answer rollout code in place of the engines: streams that outlive them.",
 }
 _EXTRAS = {

@@ -112,7 +112,7 @@ class ArenaDesk:
             self._promotion = None
             peer.role, peer.armed, peer.warm = "main", False, True
             waited_s = promotion.granted_s - promotion.began_s
-            promotion.asked_by.answer(wire.Facts({"prove_s": waited_s, **facts}))
+            promotion.asked_by.answer(wire.Facts({"prove_s": waited_s, **self._weights_fact(), **facts}))
 
     def arm(self, asked_by: Peer, engine: Peer) -> None:
         """The engine is warm: watch the holder for hangs, arm a shadow."""
@@ -138,7 +138,7 @@ class ArenaDesk:
         """Begin a promotion; the answer comes when the shadow serves."""
         if shadow is self.holder:
             if self._serving:
-                asked_by.answer(wire.Facts({}))
+                asked_by.answer(wire.Facts(self._weights_fact()))
             else:  # the promotion that made it the holder was given up
                 self._promotion = _Promotion(asked_by, request, shadow)
                 self._promotion.granted_s = self._promotion.began_s
@@ -156,6 +156,9 @@ class ArenaDesk:
                 self.holder.kill()  # also when it is dying: a process may outlive its scheduler's thread
         self._promotion = _Promotion(asked_by, request, shadow)
         self._advance()
+
+    def _weights_fact(self) -> dict[str, float]:
+        return {wire.WEIGHT_VERSION: float(self._weights.state.version)}
 
     # --- what happens to engines --------------------------------------------------------------------------------
 

@@ -83,13 +83,13 @@ class MemoryClient:
             return answer, fds
         raise ArenaRefusedError(f"it sent {type(answer).__name__} unasked")
 
-    def event(self) -> wire.EngineEvent | None:
-        """After Watch: the next event if there is one now; does not wait."""
+    def event(self) -> wire.EngineEvent | wire.WeightsEvent | None:
+        """After Watch or WatchWeights: the next event if there is one now; does not wait."""
         readable, _, _ = select.select([self._connection], [], [], 0)
         if not readable:
             return None
         answer, _ = self.receive(0)
-        if isinstance(answer, wire.EngineEvent):
+        if isinstance(answer, wire.EngineEvent | wire.WeightsEvent):
             return answer
         raise ArenaRefusedError(f"it sent {type(answer).__name__} to a watcher")
 

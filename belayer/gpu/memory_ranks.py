@@ -54,27 +54,46 @@ class MemoryRanks:
 
     async def events(self, watching: asyncio.Event | None = None) -> AsyncGenerator[wire.EngineEvent]:
         """What happens to the engines from when `watching` is set. Close the iterator to stop."""
+        said: dict[tuple[str, str], int] = {}
+        async with contextlib.aclosing(self._told(wire.Watch(), watching)) as told:
+            async for _, event in told:
+                if isinstance(event, wire.EngineEvent):
+                    of_all = (event.kind, event.incarnation)
+                    said[of_all] = said.get(of_all, 0) + 1
+                    if said[of_all] == (len(self._sockets) if event.kind == "dead" else 1):
+                        yield event
+
+    async def weight_versions(self) -> AsyncGenerator[int]:
+        """The version of the weights, once all ranks have it whole: the present one, then each that is committed."""
+        versions: dict[int, int] = {}
+        async with contextlib.aclosing(self._told(wire.WatchWeights())) as told:
+            async for rank, event in told:
+                if isinstance(event, wire.WeightsEvent):
+                    versions[rank] = event.version
+                    if len(versions) == len(self._sockets) and len(set(versions.values())) == 1:
+                        yield event.version
+
+    async def _told(
+        self, watch: wire.Watch | wire.WatchWeights, watching: asyncio.Event | None = None
+    ) -> AsyncGenerator[tuple[int, wire.EngineEvent | wire.WeightsEvent]]:
+        """What each rank's server says, unasked. MemoryServerGoneError once one of them is gone."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
-        said: dict[tuple[str, str], int] = {}
         with contextlib.ExitStack() as open_files:
             clients: list[MemoryClient] = []
             for path in self._sockets:
                 client, _ = await asyncio.to_thread(MemoryClient.connect, path, "host", "control")
                 clients.append(open_files.enter_context(client))
-                await asyncio.to_thread(client.ask, wire.Watch(), wire.Facts)
+                await asyncio.to_thread(client.ask, watch, wire.Facts)
                 loop.add_reader(client.fileno(), arrived.set)
                 open_files.callback(loop.remove_reader, client.fileno())
             if watching is not None:
                 watching.set()
             while True:
-                for client in clients:
-                    while (event := client.event()) is not None:
-                        of_all = (event.kind, event.incarnation)
-                        said[of_all] = said.get(of_all, 0) + 1
-                        if said[of_all] == (len(clients) if event.kind == "dead" else 1):
-                            yield event
                 arrived.clear()
+                for rank, client in enumerate(clients):
+                    while (event := client.event()) is not None:
+                        yield rank, event
                 await arrived.wait()
 
 

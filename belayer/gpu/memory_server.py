@@ -163,6 +163,10 @@ class MemoryServer:
             if peer.watches:
                 peer.answer(event)
 
+    def _say_weights(self, peer: Peer) -> None:
+        if peer.watches_weights and self._weights.state.state == "ready":
+            peer.answer(wire.WeightsEvent(self._weights.state.version))
+
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _handle(self, peer: Peer, request: wire.Request) -> None:
@@ -180,6 +184,8 @@ class MemoryServer:
                 self._weights.begin(peer, request.version)
             case wire.CommitWeights():
                 self._weights.commit(peer, request.version)
+                for watcher in self._peers.values():
+                    self._say_weights(watcher)
             case wire.OpenArena():
                 self._refuse_when_unhealthy()
                 self._arena.open(peer, request)
@@ -197,6 +203,10 @@ class MemoryServer:
                 peer.answer(wire.Facts({}))
                 if self._unfit is not None:
                     peer.answer(wire.EngineEvent("unfit", self._unfit.incarnation, self._unhealthy))
+            case wire.WatchWeights():
+                peer.watches_weights = True
+                peer.answer(wire.Facts({}))
+                self._say_weights(peer)
             case wire.AskStatus():
                 peer.answer(self.status())
 

@@ -27,7 +27,7 @@ class Peer:
         self.armed = False
         self.warm = False
         self.dying = False
-        self.watches = False
+        self.watches = self.watches_weights = False
         self.books: Books | None = None
 
     @property

@@ -56,11 +56,15 @@ class EngineFailure:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What a promotion took: seconds by phase, in order, as far as the host knows them; and what it saved."""
+    """What a promotion took: seconds by phase, in order, as far as the host knows them; and what it saved.
+
+    `weight_version`: that of the weights which the new main serves; None when the host does not know.
+    """
 
     phases_s: Mapping[str, float]
     adopted_tokens: int = 0
     adopted_requests: int = 0
+    weight_version: int | None = None
 
 
 class Engine(Protocol):
@@ -92,6 +96,13 @@ class EngineHost(Protocol):
 
     async def watch(self, engine: EngineProcess) -> EngineFailure:
         """Return once the engine has failed: at once when its process is gone already."""
+        ...
+
+    def weight_versions(self) -> AsyncGenerator[int]:
+        """The version of the weights that its engines share: the present one, then each new one once it is complete.
+
+        Ends at once when the host does not know, and when whoever tells it is gone.
+        """
         ...
 
     async def until_idle(self, engine: EngineProcess, timeout_s: float) -> bool:

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Literal
 
@@ -96,6 +97,11 @@ class RecordedEngineHost:
         """Return once the process has ended."""
         await wait_exit(engine.pid, engine.pid_start_ticks)
         return EngineFailure("died", f"engine process {engine.pid} ended")
+
+    async def weight_versions(self) -> AsyncGenerator[int]:
+        """A recording has no weights."""
+        return
+        yield
 
     async def until_idle(self, engine: EngineProcess, timeout_s: float) -> bool:
         """It has no state that a request would lose: always."""

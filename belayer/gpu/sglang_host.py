@@ -165,7 +165,7 @@ class SglangHost:
         self.facts[shadow.incarnation] = facts = answer.facts
         phases_s = {phase: facts[name] for phase, name in _PHASES.items() if name in facts}
         adopted = (int(facts.get("adopted_tokens", 0)), int(facts.get("adopted_requests", 0)))
-        return Handover(phases_s, *adopted)
+        return Handover(phases_s, *adopted, int(facts[wire.WEIGHT_VERSION]))
 
     async def watch(self, engine: EngineProcess) -> EngineFailure:
         """Return once its scheduler or its process has ended, or it was silent for longer than its work allows.
@@ -201,6 +201,15 @@ class SglangHost:
         except ArenaError:
             return None
         return None
+
+    async def weight_versions(self) -> AsyncGenerator[int]:
+        """As the memory servers say; see EngineHost."""
+        if self._servers is None:
+            return
+        with contextlib.suppress(ArenaError):
+            async with contextlib.aclosing(self._servers.weight_versions()) as versions:
+                async for version in versions:
+                    yield version
 
     def _last_words(self, engine: EngineProcess) -> str:
         """The end of the engine's log, when it says of what it died."""

@@ -2,7 +2,7 @@
 
 The socket is a Unix SOCK_SEQPACKET, so that a message is whole or absent. Every request has one answer, Refused
 included, but for Armed and Serving, which answer an order. Orders (ArmNow, Follow, Granted, Released) go to engines and
-EngineEvent to watchers, unasked.
+EngineEvent or WeightsEvent to watchers, unasked.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from belayer.gpu import errors
 
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 8
+
+WEIGHT_VERSION = "weight_version"
+"""Among Promote's facts: the version of the weights that the new holder serves."""
 
 Role = Literal["main", "shadow", "control"]
 Spec = dict[str, int | str]
@@ -116,6 +119,10 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     """From a host: send EngineEvents on this connection. Answered with Facts."""
 
 
+class WatchWeights(msgspec.Struct, frozen=True, tag=True):
+    """From a host: send WeightsEvents on this connection, the first at once if they are ready. Answered with Facts."""
+
+
 class AskStatus(msgspec.Struct, frozen=True, tag=True):
     """What the server has and lends."""
 
@@ -131,6 +138,7 @@ Request = (
     | Arm
     | Promote
     | Watch
+    | WatchWeights
     | AskStatus
 )
 
@@ -206,8 +214,14 @@ class EngineEvent(msgspec.Struct, frozen=True, tag=True):
     evidence: str = ""
 
 
+class WeightsEvent(msgspec.Struct, frozen=True, tag=True):
+    """These weights are complete, and what engines serve from now on."""
+
+    version: int
+
+
 class Facts(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Arm, Promote and Watch."""
+    """The answer to Arm, Promote, Watch and WatchWeights."""
 
     facts: dict[str, float]
 
@@ -238,7 +252,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = ArmNow | Follow | Granted | Released
-Answer = Registered | WeightsLent | ArenaLent | Order | EngineEvent | Facts | Status | Refused
+Answer = Registered | WeightsLent | ArenaLent | Order | EngineEvent | WeightsEvent | Facts | Status | Refused
 
 _requests = msgspec.json.Decoder(Request)
 _answers = msgspec.json.Decoder(Answer)

@@ -3,23 +3,28 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from belayer import ids
+from belayer.actors.detector import Detector
 from belayer.actors.reports import report_engine_failure
 from belayer.actors.worker_recovery import WorkerRecovery, look, process_of
 from belayer.errors import FencedError, WrongSequenceError
+from belayer.gpu.protocol import EngineProcess, Handover
 from belayer.gpu.recorded_host import RecordedEngineHost
 from belayer.gpu.recorded_prefix import ASSISTANT, END, USER, TokenRecording
 from belayer.journal.events import EpochStarted, FailureDetected, HandoverCompleted
 from belayer.journal.memory_store import MemoryStore
+from belayer.journal.store import Notice
 from belayer.journal.writer import Reader
 from belayer.processes import host_name, is_alive
 from belayer.projections.worker import WorkerState
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -27,6 +32,27 @@ async def engines(tmp_path: Path) -> AsyncIterator[RecordedEngineHost]:
     recording = TokenRecording("r", [USER, 1, END, ASSISTANT], [[2, END]])
     (tmp_path / "r.recording.json").write_bytes(msgspec.json.encode(recording))
     yield RecordedEngineHost(tmp_path, tmp_path / "log", owner_pid=os.getpid())
+
+
+class Trained(RecordedEngineHost):
+    """Engines whose weights have a version, as the memory server says it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, folder / "log", owner_pid=os.getpid())
+        self.version = 7
+        self.updated = asyncio.Event()
+
+    async def weight_versions(self) -> AsyncGenerator[int]:
+        told = -1
+        while True:
+            if told != self.version:
+                told = self.version
+                yield told
+            self.updated.clear()
+            await self.updated.wait()
+
+    async def promote(self, shadow: EngineProcess, old: EngineProcess | None = None) -> Handover:
+        return replace(await super().promote(shadow, old), weight_version=self.version)
 
 
 async def recover(recovery: WorkerRecovery) -> None:
@@ -107,6 +133,47 @@ async def test_deaths_far_apart_are_no_relapse(engines: RecordedEngineHost) -> N
         assert state.handovers == 2 and state.serving is not None and not state.excluded
     finally:
         await _kill_all(engines, await look(store, "w"))
+
+
+async def test_an_engine_is_called_ready_with_the_version_that_memory_holds(tmp_path: Path) -> None:
+    """A main started anew over ready weights, the same one after an update, and the shadow that takes over."""
+    recording = TokenRecording("r", [USER, 1, END, ASSISTANT], [[2, END]])
+    (tmp_path / "r.recording.json").write_bytes(msgspec.json.encode(recording))
+    engines = Trained(tmp_path)
+    store = MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab")
+
+    async def serves(version: int) -> bool:
+        serving = (await look(store, "w")).serving
+        return serving is not None and serving.weight_version == version
+
+    watching: asyncio.Task[None] | None = None
+    try:
+        await recovery.start("w", "run")
+        assert await serves(7)
+        await recover(recovery)
+        detector = Detector(store, engines, host_name(), "actors/elsewhere-2-ab")
+        watching = asyncio.create_task(detector.handle(Notice(ids.worker("w"), "worker-registered", "1")))
+        engines.version = 8
+        await until(lambda: _updated_and(engines, serves(8)), what="the new version in the journal")
+        engines.version = 9  # committed a moment before the main dies: nobody could say so
+        main = (await look(store, "w")).engines[(await look(store, "w")).main].registered
+        watching.cancel()
+        os.kill(main.pid, signal.SIGKILL)
+        await report_engine_failure(store, "w", main.incarnation, "died", "killed", "test")
+        await recover(recovery)
+        state = await look(store, "w")
+        assert state.handovers == 1 and await serves(9)
+    finally:
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        await _kill_all(engines, await look(store, "w"))
+
+
+async def _updated_and(engines: Trained, serves: Awaitable[bool]) -> bool:
+    engines.updated.set()
+    return await serves
 
 
 async def _kill_all(engines: RecordedEngineHost, state: WorkerState) -> None:

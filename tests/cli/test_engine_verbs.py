@@ -1,4 +1,4 @@
-"""`belayer memory` and `belayer shadow` as a person uses them; what `belayer actors` says of engines it cannot run."""
+"""`belayer memory`, `shadow`, `publish` as a person uses them; what `belayer actors` says of engines it cannot run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from belayer.actors.worker_recovery import WorkerRecovery, look, process_of
 from belayer.gpu.recorded_host import RecordedEngineHost
 from belayer.gpu.recorded_prefix import ASSISTANT, END, USER, TokenRecording
 from belayer.journal.connect import open_store
-from belayer.journal.events import RunStarted
-from belayer.journal.writer import take_over
+from belayer.journal.events import RunStarted, WeightsPublished, WorkerReady, WorkerRegistered
+from belayer.journal.writer import Reader, take_over
 from belayer.processes import host_name, is_alive, start_ticks
 from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
 from tests.waiting import until
@@ -72,6 +72,28 @@ def test_a_socket_is_found_in_the_settings_file(tmp_path: Path) -> None:
 )
 def test_actors_say_which_engine_option_is_missing(arguments: tuple[str, ...], said: str) -> None:
     assert_one_line_error(belayer("actors", "--engine-log", "/nosuch", *arguments), said)
+
+
+async def test_published_weights_are_in_the_journal_once(redis_url: str, namespace: str) -> None:
+    at = ("--url", redis_url, "--namespace", namespace, "--json")
+    unknown = await asyncio.to_thread(belayer, "publish", "run", "7", *at)
+    assert_one_line_error(unknown, "no worker belongs to run run")
+    store = await open_store(redis_url, namespace=namespace)
+    try:
+        for name, version in (("w0", 7), ("w1", 6)):
+            writer, _ = await take_over(store, ids.worker(name), "test")
+            await writer.append(
+                WorkerRegistered(name, "main", "host", 1, 1, "http://127.0.0.1:1", "run"), WorkerReady(name, version)
+            )
+        for version, behind in ((6, []), (7, ["w1"]), (7, ["w1"]), (8, ["w0", "w1"])):
+            done = await asyncio.to_thread(belayer, "publish", "run", str(version), *at)
+            said = {"run": "run", "weight_version": version, "workers": ["w0", "w1"], "behind": behind}
+            assert (done.returncode, json.loads(done.stdout)) == (len(behind) == 2, said)
+        history = [recorded.event for recorded in await Reader(store, ids.run("run")).catch_up()]
+        published = [event.weight_version for event in history if isinstance(event, WeightsPublished)]
+        assert published == [6, 7, 8]
+    finally:
+        await store.close()
 
 
 async def test_a_shadow_is_armed_once_and_reported(redis_url: str, namespace: str, tmp_path: Path) -> None:

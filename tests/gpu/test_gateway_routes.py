@@ -15,6 +15,7 @@ from belayer.actors.reports import report_engine_failure
 from belayer.actors.worker_recovery import look
 from belayer.journal.events import GenerationResumed, GenerationStarted, WeightsPublished, WorkerReady
 from belayer.journal.writer import take_over
+from belayer.weights import publish_weights
 from tests.gpu.gateway_site import PROMPT, TURN, Site, site
 
 WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}}
@@ -76,6 +77,18 @@ async def test_only_engines_of_the_current_weight_version_are_given_requests(two
         health = await client.get("/health")
         assert health.body["engines"]["w1"] is None and health.body["weight_version"] == 7
     assert {place for name in ("a", "b0", "b1", "b2", "b3") for place in await served_by(two, name)} == {"w2"}
+
+
+async def test_after_a_handover_the_gateway_goes_on_with_the_published_weights(tmp_path: Path) -> None:
+    async with site(tmp_path, tokens_per_s=1000) as made:
+        await made.worker("w", shadow=True)
+        await serve_version(made, "w", 7)
+        assert await publish_weights(made.store, "run", 7) == (["w"], [])
+        async with made.gateway("w") as client, client.stream(**WHOLE, rid="a") as stream:
+            await stream.read(20)
+            os.kill(await made.main_pid(), signal.SIGKILL)
+            await stream.read()
+        assert stream.tokens == TURN
 
 
 async def test_a_running_request_stays_when_new_weights_come_and_says_which_it_had(two: Site) -> None:

@@ -284,6 +284,28 @@ def test_only_the_holder_may_begin_a_version(server: Path, start: Callable[[], C
         shadow.do("begin", 1)
 
 
+def test_who_watches_the_weights_hears_of_each_version_once_it_is_whole(
+    server: Path, start: Callable[[], Child]
+) -> None:
+    main = a_main(server, start)
+    shadow = a_shadow(server, start)
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.ask(wire.WatchWeights(), wire.Facts)
+        assert client.receive(10.0)[0] == wire.WeightsEvent(0)
+        assert main.do("begin", 7)
+        assert status(server).weights.state == "writing" and client.event() is None
+        assert main.do("commit", 7) is False
+        assert client.receive(10.0)[0] == wire.WeightsEvent(7)
+        assert client.event() is None
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.tell(wire.Promote("b", True, True, False, 20.0))
+        assert shadow.do("order")["weights_version"] == 7
+        shadow.do("serve", 2)
+        answer, _ = client.receive(20.0)
+    assert isinstance(answer, wire.Facts) and answer.facts[wire.WEIGHT_VERSION] == 7
+    assert promote(server, "b").facts[wire.WEIGHT_VERSION] == 7, "asked again"
+
+
 def test_an_engine_waits_for_weights_that_are_being_written(server: Path, start: Callable[[], Child]) -> None:
     writer, reader = start(), start()
     writer.do("connect", str(server), "a", "main")
