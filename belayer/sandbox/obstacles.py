@@ -5,24 +5,21 @@ Each was tried with CRIU 4.2 on Linux 6.18; `docs/sandbox.md` lists what works.
 
 from __future__ import annotations
 
-import ipaddress
 import re
-import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
+from belayer.sandbox.sockets import bound_here
 from belayer.sandbox.text import shown, status_of
 
 DUMPABLE = frozenset(("[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"))
 """Kinds of anonymous inodes that come back as they were."""
 CAP_SYS_RESOURCE = 24
-ESTABLISHED = "01"
 _TICKS = re.compile(r"^ticks: (\d+)$", re.M)
 _INTERVAL = re.compile(r"^it_interval: \((\d+), (\d+)\)$", re.M)
 
 
-def obstacle(init: int, processes: Iterable[int], held: bool) -> tuple[int, str] | None:
+def obstacle(init: int, processes: Sequence[int], held: bool) -> tuple[int, str] | None:
     """The first process (host pid) that cannot be captured, and why. `held`: CRIU traces them all now."""
     try:
         if any(Path(f"/proc/{init}/root/dev/mqueue").iterdir()):
@@ -30,8 +27,8 @@ def obstacle(init: int, processes: Iterable[int], held: bool) -> tuple[int, str]
         namespace = Path(f"/proc/{init}/ns/user").readlink()
     except OSError:
         return None
-    if address := _connected_outside(init):
-        return init, f"it has a TCP connection with {address}, outside the container, which would not come back"
+    if (found := bound_here(init, processes)) is not None:
+        return found
     limits_readable = _has_capability(CAP_SYS_RESOURCE)
     for pid in processes:
         try:
@@ -62,25 +59,6 @@ def _cause(pid: int, namespace: Path, held: bool, limits_readable: bool) -> str:
         if kind == "[timerfd]" and _has_ticked(process / "fdinfo" / fd.name):
             return "a periodic timerfd of it has ticked and not been read; restored, it would never fire again"
     return ""
-
-
-def _connected_outside(init: int) -> str:
-    """The far end of a TCP connection that leads outside; empty when none does. Linux, networking/proc_net_tcp.rst."""
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path(f"/proc/{init}/net/{name}").read_text().splitlines()[1:]:
-                here, there, state = line.split()[1:4]
-                if state == ESTABLISHED and not _address(here).is_loopback:
-                    return f"{_address(there)} port {int(there.split(':')[1], 16)}"
-    return ""
-
-
-def _address(field: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Of "ADDRESS:PORT" in hexadecimal, the address in words of the processor's byte order."""
-    words = bytes.fromhex(field.split(":")[0])
-    network = b"".join(words[at : at + 4][:: -1 if sys.byteorder == "little" else 1] for at in range(0, len(words), 4))
-    address = ipaddress.ip_address(network)
-    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _has_ticked(fdinfo: Path) -> bool:

@@ -131,6 +131,12 @@ async def test_capabilities_and_the_seccomp_filter_hold(bench: Bench, background
 CONNECT = "import socket; s = socket.create_connection(('{address}', {port})); open('up', 'w'); s.recv(1)"
 
 
+async def gateway_of(live: Live) -> str:
+    """The address of the bridge's end on the host."""
+    gateway = (await live.sh("awk '$2 == \"00000000\" {print $3}' /proc/net/route")).strip()
+    return ".".join(str(byte) for byte in reversed(bytes.fromhex(gateway)))
+
+
 async def test_the_bridge(bench: Bench) -> None:
     spec = SandboxSpec(IMAGE, workdir="/testbed", network="bridge")
     live = await bench.create(spec)
@@ -139,8 +145,7 @@ async def test_the_bridge(bench: Bench) -> None:
     await live.sh("sleep 1000 &")
     live = await again(bench, live, spec)
     assert await live.sh(look) == "1\n1\n"
-    gateway = (await live.sh("awk '$2 == \"00000000\" {print $3}' /proc/net/route")).strip()
-    address = ".".join(str(byte) for byte in reversed(bytes.fromhex(gateway)))
+    address = await gateway_of(live)
     server = await asyncio.start_server(lambda *_: None, address, 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
@@ -150,6 +155,79 @@ async def test_the_bridge(bench: Bench) -> None:
             await live.checkpoint()
         await live.sh("pkill -f '^python3 connect'; while pgrep -f '^python3 connect'; do sleep 0.01; done")
         await live.checkpoint()
+
+
+BRIDGE = SandboxSpec(IMAGE, workdir="/testbed", network="bridge")
+PROCESS = """cat > process.py <<'END'
+import os, socket, time
+from socket import *
+own = gethostbyname('sandbox')
+with open('/proc/net/route') as routes:
+    routes = [line.split() for line in routes]
+gateway = inet_ntoa(bytes.fromhex(next(row[2] for row in routes if row[1] == '00000000'))[::-1])
+{}
+open('up', 'w').close()
+while True:
+    time.sleep(1000)
+END
+python3 process.py > log 2>&1 & for i in $(seq 500); do [ -e up ] && exit; sleep 0.01; done; cat log; exit 1
+"""
+TIED = {
+    "closed by the far end": (
+        "s = create_connection((gateway, {port})); assert s.recv(1) == b''",
+        "TCP connection with .* port {port}, outside the container, from .* port",
+    ),
+    "listening": ("s = socket(); s.bind((own, 8000)); s.listen()", "TCP socket bound to .* port 8000"),
+    "listening, in IPv6": (
+        "s = socket(AF_INET6); s.bind(('::ffff:' + own, 8000)); s.listen()",
+        "TCP socket bound to 172.* port 8000",
+    ),
+    "with itself": (
+        "l = socket(); l.bind((own, 8000)); l.listen(); s = create_connection((own, 8000)); l.accept(); l.close()",
+        "TCP connection with .* port",
+    ),
+    "not accepted": (
+        "l = socket(); l.bind(('127.0.0.1', 8000)); l.listen(); s = create_connection(('127.0.0.1', 8000)); s.close()",
+        "has not accepted a TCP connection from 127.0.0.1 port",
+    ),
+    "UDP": ("s = socket(type=SOCK_DGRAM); s.bind((own, 8001))", "UDP socket bound to .* port 8001"),
+    "UDP, connected": ("s = socket(type=SOCK_DGRAM); s.connect((gateway, 53))", "UDP connection with .* port 53"),
+    "raw": ("s = socket(type=SOCK_RAW, proto=IPPROTO_ICMP); s.bind((own, 0))", "RAW socket bound to"),
+    "raw, connected": ("s = socket(type=SOCK_RAW, proto=IPPROTO_ICMP); s.connect((gateway, 0))", "RAW connection with"),
+    "packets": ("s = socket(AF_PACKET, SOCK_RAW); s.bind(('eth0', 3))", "packet socket on network interface"),
+}
+
+
+async def test_what_hangs_on_the_containers_own_address_is_refused(bench: Bench) -> None:
+    live = await bench.create(BRIDGE)
+    address = await gateway_of(live)
+    async with await asyncio.start_server(lambda _, writer: writer.close(), address, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        for script, cause in TIED.values():
+            await live.sh(PROCESS.format(script.format(port=port)))
+            with pytest.raises(CheckpointRefusedError, match=cause.format(port=port)) as refusal:
+                await live.checkpoint()
+            assert "python3 process.py" in refusal.value.process
+            await live.sh("pkill -f '^python3 process'; rm up; while pgrep -f '^python3 process'; do sleep 0.01; done")
+    await live.sh("sleep 1000 &")
+    await bench.restore(await live.checkpoint(), live.number, BRIDGE)
+
+
+async def test_loopback_and_wildcards_come_back_beside_the_original(bench: Bench) -> None:
+    live = await bench.create(BRIDGE)
+    script = """
+l = socket(); l.bind(('', 8000)); l.listen(); u = socket(type=SOCK_DGRAM); u.bind(('', 8001))
+m = socket(); m.bind(('127.0.0.2', 8002)); m.listen(); c = create_connection(('127.0.0.2', 8002)); a, _ = m.accept()
+six = socket(AF_INET6); six.bind(('::', 8003)); six.listen(); o = create_connection((gateway, {port})); o.close()
+a.close()
+"""
+    address = await gateway_of(live)
+    async with await asyncio.start_server(lambda *_: None, address, 0) as server:
+        await live.sh(PROCESS.format(script.format(port=server.sockets[0].getsockname()[1])))
+        back = await bench.restore(await live.checkpoint(), live.number, BRIDGE)
+    look = "python3 -c 'import socket; [socket.create_connection((\"127.0.0.1\", p), 5) for p in (8000, 8003)]'"
+    await back.sh(look)
+    await live.sh(look)
 
 
 @pytest.mark.parametrize(
