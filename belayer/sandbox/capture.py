@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -146,7 +146,10 @@ class Capture:
                 self._stop_if_cancelled()
                 keys = keys_of(layer.entries, captured, manifest.images)
                 stored_bytes = self._home.publish(folder, self._name, keys, fresh)
-            self._home.set_captured(self._incarnation.name, captured)
+            # Published and durable, it is a checkpoint, whatever happens now: a failure would be said of one that is
+            # there. Without this note (the container is being removed, the disk is full) the next capture copies more.
+            with suppress(OSError):
+                self._home.set_captured(self._incarnation.name, captured)
         except (CriuError, OSError) as error:
             raise CheckpointFailedError(self._name, str(error)) from None
         took_s = time.monotonic() - started

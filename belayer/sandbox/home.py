@@ -169,7 +169,11 @@ class Home:
         _sync_file_system(folder)
         published = self.checkpoint(name)
         folder.rename(published)
-        _fsync(self._checkpoints)
+        try:
+            _fsync(self._checkpoints)
+        except OSError:
+            self.remove_checkpoint(name)  # now, or when `partial` has let go of it
+            raise
         self.blobs.add(published, new)
         return sum({found.st_ino: found.st_blocks * 512 for found in fresh.values()}.values()) - saved_bytes
 

@@ -269,3 +269,43 @@ async def test_removed_while_an_orphaned_criu_holds_it(bench: Bench, home: Path)
     await asyncio.wait_for(bench.host.remove(live.incarnation.name), 10.0)
     assert await bench.host.incarnations(bench.run) == []
     await until(lambda: holds_nothing(tracer), what="CRIU to let go")
+
+
+async def test_what_happens_after_publication_is_no_failure_of_the_checkpoint(bench: Bench, home: Path) -> None:
+    live = await bench.create()
+    await live.sh("echo one > file")
+    (home / "run" / live.incarnation.name / "captured.new").mkdir()
+    name = await live.checkpoint()
+    assert name in await bench.host.checkpoints()
+    await live.sh("echo two > file")
+    (home / "run" / live.incarnation.name / "captured.new").rmdir()
+    later = await live.checkpoint()
+    assert await (await bench.restore(name, live.number - 1)).sh("cat file") == "one\n"
+    assert await (await bench.restore(later, live.number)).sh("cat file") == "two\n"
+
+
+DIES_ONCE_PUBLISHED = """
+import os
+def hook(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("captured.new"):
+        os._exit(9)
+sys.addaudithook(hook)
+"""
+
+
+async def test_a_checkpointer_that_dies_once_it_has_published_leaves_it_whole(bench: Bench, home: Path) -> None:
+    live = await bench.create()
+    await live.sh("echo one > file; sleep 1000 &")
+    name = bench.name()
+    imports, _, rest = CHECKPOINTER.partition("home, name")
+    here = live.incarnation
+    fields = [here.name, here.container_id, here.image_digest, here.host, here.pid, here.pid_start_ticks, live.number]
+    arguments = ["-c", f"{imports}{DIES_ONCE_PUBLISHED}home, name{rest}", str(home), name, *map(str, fields)]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+    assert await asyncio.wait_for(process.wait(), 60.0) == 9
+    assert name in await bench.host.checkpoints()
+    await live.sh("echo two >> file")
+    later = await live.checkpoint()
+    assert await (await bench.restore(name, live.number - 1)).sh("cat file; pgrep -c sleep") == "one\n1\n"
+    await bench.host.remove_checkpoint(name)
+    assert await (await bench.restore(later, live.number)).sh("cat file") == "one\ntwo\n"
