@@ -18,6 +18,7 @@ from belayer.gpu.protocol import EngineProcess
 from benchmarks.handover_bench import ROOT, Bench, gpu_processes
 from benchmarks.handover_figures import agreement, summary
 from benchmarks.handover_loads import Kill
+from benchmarks.handover_log import first_steps, parts
 
 _KILL_LIMIT_S = 90.0
 
@@ -55,7 +56,7 @@ async def kills(bench: Bench, found: dict[str, Any]) -> None:
                 continue
             of_kind = by_kind.setdefault(name, {"kills": []})
             of_kind["kills"].append(facts)
-            of_kind |= summary(of_kind["kills"])
+            of_kind |= summary(of_kind["kills"]) | {"parts": parts(of_kind["kills"])}
             bench.save()
 
 
@@ -115,6 +116,7 @@ async def _kill(
         "promoted_s": round(promoted_s - killed_s, 4),
         "phases": {name: round(value, 5) for name, value in host.facts[shadow.incarnation].items()},
         "tokens_before": sum(before),
+        "first_steps": first_steps((bench.logs / f"{shadow.incarnation}.log").read_text(errors="replace")),
         "equal": agreement(bench.reference[kill.load], [stream.token_ids for stream in run.streams], before),
     }
     if kill.mode.zombie:

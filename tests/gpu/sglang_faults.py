@@ -20,6 +20,10 @@ PREFILL_S = 60.0 if os.environ.get("BELAYER_LONG") == "1" else 4.0
 """How long the slow prefill computes."""
 
 
+STRUCK = "struck_ns"
+"""The file beside the faults' folder that says when the last one struck: time.time_ns()."""
+
+
 def write_plugin(folder: Path, root: Path) -> str:
     """A PYTHONPATH with which SGLang finds this plugin."""
     info = folder / "belayer_faults-0.dist-info"
@@ -44,6 +48,7 @@ def _fail(original: Any, scheduler: Any, batch: Any, *arguments: Any, **named: A
     extends = batch.forward_mode.is_extend()
     for path in folder.iterdir():
         if (path.name == "slow") == extends:
+            (folder.parent / STRUCK).write_text(str(time.time_ns()))
             path.unlink()
             _FAULTS[path.name]()
     return original(scheduler, batch, *arguments, **named)
