@@ -27,16 +27,9 @@ class Refusal(msgspec.Struct):
 
 
 class Last(msgspec.Struct):
-    """To `ping` and `adopt`: the number of the last action begun."""
+    """To `ping`, `adopt` and `state`, with which a Saved comes: the number of the last action begun."""
 
     last: Number
-
-
-class State(msgspec.Struct):
-    """To `state`; what comes with it is a Saved."""
-
-    ipc: bool
-    """Whether there are System V objects."""
 
 
 class Ran(msgspec.Struct):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,15 +57,6 @@ FREEZE_TRIES = 5
 LAZY_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerState:
-    """What the runner told before the freeze; it holds as long as its marker is the same."""
-
-    state: bytes
-    """For a fresh runner that goes on in its place."""
-    has_ipc_objects: bool
-
-
 class Capture:
     """One full_checkpoint. `run` blocks, in a thread; `cancel` makes it give up soon, from any thread."""
 
@@ -78,7 +68,7 @@ class Capture:
         container: Container,
         name: str,
         action: int,
-        runner: RunnerState,
+        runner: bytes,
         since: str = "",
         hold: bool = False,
     ) -> None:
@@ -274,10 +264,11 @@ class Capture:
         return [*([] if workdir == "/" else [workdir]), "/tmp", "/var/log", "/home", "/root"]
 
     def _noise_among(self, held: list[int]) -> str:
-        if self._runner.has_ipc_objects:
-            return "System V objects"
         tmpfs = () if self._owner is None else self._owner.spec.tmpfs
-        return noise(self._incarnation.pid, held, self._traits, tmpfs)
+        try:
+            return noise(self._incarnation.pid, held, self._traits, tmpfs)
+        except OSError as error:  # what cannot be looked at is not known to be nothing
+            return f"unknown: {error}"
 
     def _await_idle(self) -> None:
         settled = time.monotonic() + SETTLE_S
@@ -318,7 +309,7 @@ class Capture:
             if lazy.is_worth_it(path.stat().st_size for path in (folder / IMAGES).glob("pages-*")):
                 keep_eager(folder / IMAGES, self._criu.image_messages())
         else:
-            (folder / RUNNER_STATE).write_bytes(self._runner.state)
+            (folder / RUNNER_STATE).write_bytes(self._runner)
         (folder / LAYER_INDEX).write_bytes(captured.encode())
         manifest = Manifest(
             checkpoint=self._name,

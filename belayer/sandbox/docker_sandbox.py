@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from belayer.errors import SandboxFailedError
 from belayer.processes import is_alive, wait_exit
-from belayer.sandbox.answers import A, Last, Ran, State, adoption, saved
-from belayer.sandbox.capture import RunnerState
+from belayer.sandbox.answers import A, Last, Ran, adoption, saved
 from belayer.sandbox.control import Channel
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home
@@ -53,11 +52,11 @@ class DockerSandbox:
         """The number of the last action begun."""
         return (await self._ask({"kind": "ping"}, Last, timeout_s))[0].last
 
-    async def state(self, timeout_s: float = ANSWER_S) -> RunnerState:
-        """What the idle runner knows, for another to go on in its place."""
-        found, state = await self._ask({"kind": "state"}, State, timeout_s)
+    async def state(self, timeout_s: float = ANSWER_S) -> bytes:
+        """What the idle runner knows, for another to go on in its place; it holds as long as its marker is the same."""
+        _, state = await self._ask({"kind": "state"}, Last, timeout_s)
         saved(self._incarnation.name, state)
-        return RunnerState(state, found.ipc)
+        return state
 
     async def adopt(self, state: bytes, action: int, timeout_s: float = ANSWER_S) -> int:
         """Make a fresh runner go on from another's state, after `action`; the last action's number."""

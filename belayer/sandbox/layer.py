@@ -80,8 +80,13 @@ class LayerCapture:
         self._numbers.close()
 
     def prepare(self, mapped: Collection[int] = ()) -> None:
-        """Copy all that is there. What moves meanwhile is left to `settle`. `mapped`: see there, as it is now."""
+        """Copy all that is there. What moves meanwhile is left to `settle`. `mapped`: see there, as it is now.
+
+        Once is enough: what has been mapped since moves the ctime at its first fault.
+        """
         self._mapped.update(mapped)
+        if self._believed_ns:
+            return
         self._believed_ns = believed_until()
         self._first = scan(self._source)
         size_bytes = sum(found.st_blocks * 512 for found in self._first.values())

@@ -50,14 +50,15 @@ class Maker:
         here = _incarnation(await _to_its_end(self._containers.start, made.id))
         async with DockerSandbox(self._home, here) as sandbox:
             await sandbox.ping(PROBE_S)
-        written = msgspec.structs.replace(owner, container_id=made.id, traits=traits(here.pid))
-        self._home.set_owner(name, written)
+        self._note(owner, here)
         return here
 
     async def restored(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest, action: int) -> Incarnation:
         """A container in the checkpoint's state, whose runner says so."""
         here = await _to_its_end(self._restore, name, owner, checkpoint, manifest)
         await self._probe(here, checkpoint, manifest, action)
+        if manifest.quiet:
+            self._note(owner, here)
         return here
 
     async def from_spare(
@@ -70,6 +71,11 @@ class Maker:
         return here
 
     # --- steps ---
+
+    def _note(self, owner: Owner, here: Incarnation) -> None:
+        """What the container is like while nobody but the runner is in it."""
+        found = traits(here.pid, owner.spec.tmpfs)
+        self._home.set_owner(here.name, msgspec.structs.replace(owner, container_id=here.container_id, traits=found))
 
     def _make(self, name: str, owner: Owner, action: int | None) -> Container:
         self._home.make_run_folder(name, owner)
@@ -102,7 +108,7 @@ class Maker:
         before = self._home.owner(spare)
         if before is None or not before.traits:
             return None
-        taken = msgspec.structs.replace(owner, container_id=before.container_id)
+        taken = msgspec.structs.replace(owner, container_id=before.container_id, traits=before.traits)
         if not self._home.hand_over(spare, name, taken):
             return None
         self._containers.rename(before.container_id, name)

@@ -1,23 +1,48 @@
 """Whether a container is nothing but its files and an idle runner: then a fresh runner over the same files is the same.
 
-What else could be there, and is looked for: other processes; files in /dev/shm and other folders in memory, message
-queues, something new in /dev; System V objects (the runner counts those, before the freeze); limits, priorities and
-masks of process 1 that somebody has changed from inside, which later actions inherit. Mounts, addresses and the host
-name take capabilities that the container does not have.
+What else could be there, and is looked for while it is frozen: other processes; files in /dev/shm and other folders in
+memory; message queues and System V objects; anything in /dev that is not as it was; what later actions inherit of
+process 1 and somebody has changed from inside. Mounts, addresses and the host name take capabilities that the container
+does not have.
+
+What a child inherits, by fork(2), execve(2), clone(2), credentials(7), sched(7), ioprio_set(2) and proc(5), and another
+process can set: limits, scheduling (policy, nice value, clamps, CPUs), I/O priority, the OOM score, the core dump's
+filter, the timer slack. Process 1 alone could set the rest (ids, masks, seccomp, speculation); what proc(5) says of it
+is compared too.
 """
 
 from __future__ import annotations
 
 import os
+import stat
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+from belayer.sandbox import attributes
 from belayer.sandbox.scan import FOLDER, parent_of
-from belayer.sandbox.text import lines_of, shown
 
-DEVICES = frozenset(
-    "console core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero".split()  # noqa: SIM905
+IN_MEMORY = ("shm", "mqueue")
+STATUS_FIELDS = (
+    "Umask:",
+    "Uid:",
+    "Gid:",
+    "Groups:",
+    "SigBlk:",
+    "SigIgn:",
+    "CapInh:",
+    "CapPrm:",
+    "CapEff:",
+    "CapBnd:",
+    "CapAmb:",
+    "NoNewPrivs:",
+    "Seccomp:",
+    "Seccomp_filters:",
+    "THP_enabled:",
+    "Speculation_Store_Bypass:",
+    "SpeculationIndirectBranch:",
 )
-STATUS_FIELDS = ("Umask:", "Uid:", "Gid:", "Groups:", "SigIgn:", "CapEff:", "CapBnd:", "NoNewPrivs:", "Seccomp:")
+CLONE_NEWIPC = 0x08000000
 
 
 def noise(pid: int, processes: list[int], traits_before: str, tmpfs: tuple[str, ...] = ()) -> str:
@@ -25,17 +50,73 @@ def noise(pid: int, processes: list[int], traits_before: str, tmpfs: tuple[str, 
     others = [process for process in processes if process != pid]
     if others:
         return f"process {others[0]}"
-    root = Path(f"/proc/{pid}/root/dev")
-    strange = {entry.name for entry in os.scandir(root)} - DEVICES
-    if strange:
-        return shown(f"/dev/{min(strange)}")
-    for folder in ("shm", "mqueue"):
-        for entry in os.scandir(root / folder):
-            return shown(f"/dev/{folder}/{entry.name}")
+    for folder in IN_MEMORY:
+        for entry in os.scandir(f"/proc/{pid}/root/dev/{folder}"):
+            return f"/dev/{folder}/{entry.name}"
     for folder in tmpfs:
         if _is_filled(pid, folder):
             return folder
-    return "" if traits(pid) == traits_before else "process 1's limits or masks"
+    if has_ipc_objects(pid):
+        return "System V objects"
+    return _difference(traits_before, traits(pid, tmpfs))
+
+
+def traits(pid: int, tmpfs: tuple[str, ...] = ()) -> str:
+    """One line for each thing of process 1 and its container, besides files, that later actions would meet."""
+    return "\n".join([*_inherited(pid), *_devices(pid, tmpfs)])
+
+
+def _difference(before: str, now: str) -> str:
+    """The first line that is another; empty when there is none."""
+    if before == now:
+        return ""
+    changed = sorted(set(before.splitlines()) ^ set(now.splitlines())) or ["the order of what it has"]
+    return f"changed: {changed[0][:100]}"
+
+
+def _inherited(pid: int) -> Iterator[str]:
+    process = Path(f"/proc/{pid}")
+    yield from (line for line in (process / "status").read_text().splitlines() if line.startswith(STATUS_FIELDS))
+    yield from (process / "limits").read_text().splitlines()
+    yield f"oom_score_adj {(process / 'oom_score_adj').read_text().strip()}"
+    yield from (f"{name} {value}" for name, value in attributes.of(pid).items())
+
+
+def _devices(pid: int, tmpfs: tuple[str, ...]) -> Iterator[str]:
+    """/dev and its entries, and the folders in memory: kind, mode, owner, device, link's target, xattrs. No contents:
+    only a device or a link is as it was. Mount points cannot be replaced, so these paths lead where they did."""
+    root = f"/proc/{pid}/root"
+    names = sorted(entry.name for entry in os.scandir(f"{root}/dev"))
+    for path in ("/dev", *(f"/dev/{name}" for name in names), "/dev/pts/ptmx", *sorted(tmpfs)):
+        found = os.lstat(root + path)
+        target = os.readlink(root + path) if stat.S_ISLNK(found.st_mode) else ""  # noqa: PTH115, a Path is slow
+        line = f"{path} {found.st_mode:o} {found.st_uid}:{found.st_gid} {found.st_rdev:x} {target}"
+        for name in sorted(os.listxattr(root + path, follow_symlinks=False)):
+            line += f" {name}={os.getxattr(root + path, name, follow_symlinks=False).hex()}"
+        yield line
+
+
+def has_ipc_objects(pid: int) -> bool:
+    """Whether there are System V objects in the process's namespace: they outlive the processes that made them.
+
+    /proc/sysvipc shows the namespace of whoever opens it, so a thread goes there for that. OSError when it cannot.
+    """
+    found: list[bool | OSError] = []
+
+    def look() -> None:
+        try:
+            attributes.enter(Path(f"/proc/{pid}/ns/ipc"), CLONE_NEWIPC)
+            listings = [Path(f"/proc/sysvipc/{kind}").read_bytes() for kind in ("shm", "sem", "msg")]
+            found.append(any(listing.count(b"\n") > 1 for listing in listings))
+        except OSError as error:
+            found.append(error)
+
+    visitor = threading.Thread(target=look, name=f"in the ipc namespace of {pid}", daemon=True)
+    visitor.start()
+    visitor.join()
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
 
 
 def _is_filled(pid: int, folder: str) -> bool:
@@ -53,13 +134,3 @@ def _is_filled(pid: int, folder: str) -> bool:
         return True
     finally:
         os.close(root)
-
-
-def traits(pid: int) -> str:
-    """What actions inherit of process 1 besides its folder and environment."""
-    process = Path(f"/proc/{pid}")
-    status = [line for line in lines_of(process / "status") if line.startswith(STATUS_FIELDS)]
-    priority = shown((process / "stat").read_bytes()).rpartition(") ")[2].split()
-    parts = [(process / "limits").read_text(), (process / "oom_score_adj").read_text(), *status, priority[15]]
-    parts.extend((priority[16], priority[38]))
-    return "\n".join(parts)

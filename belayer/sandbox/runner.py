@@ -158,7 +158,7 @@ class Runner:
         if kind == "ping":
             self.answer(request, {"last": self.last, "busy": self.running is not None})
         elif kind == "state":
-            self.answer(request, {"last": self.last, "ipc": has_ipc_objects()}, self.state())
+            self.answer(request, {"last": self.last}, self.state())
         elif kind == "adopt":
             self.adopt(request)
         elif self.running is not None and self.running.number == number and kind == "run":
@@ -371,15 +371,6 @@ def tree_of(root):
         found |= more
         more = {pid for pid, (parent, _, _) in processes.items() if parent in found} - found
     return found - {os.getpid()}
-
-
-def has_ipc_objects():
-    """Whether System V objects exist: they outlive the processes that made them."""
-    for kind in ("shm", "sem", "msg"):
-        with suppress(OSError), open("/proc/sysvipc/" + kind) as file:
-            if len(file.readlines()) > 1:
-                return True
-    return False
 
 
 def result(exit_status, duration_s=0.0, timed_out=False, dropped_bytes=0):

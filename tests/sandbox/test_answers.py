@@ -14,7 +14,7 @@ import pytest
 from belayer.errors import RestoreFailedError, SandboxFailedError
 from belayer.processes import host_name, start_ticks
 from belayer.sandbox import control
-from belayer.sandbox.answers import HEAD_LIMIT_BYTES, Last, Ran, State, answer, saved
+from belayer.sandbox.answers import HEAD_LIMIT_BYTES, Last, Ran, answer, saved
 from belayer.sandbox.docker_sandbox import LEAST_OUTPUT_BYTES, DockerSandbox
 from belayer.sandbox.home import Home
 from belayer.sandbox.manifest import RUNNER_STATE
@@ -102,7 +102,7 @@ async def test_more_output_than_was_asked_for_is_a_failure(played: Home) -> None
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 async def test_what_no_runner_could_go_on_from_is_never_captured(played: Home, state: bytes) -> None:
     async with await sandbox(played) as hostile:
-        failure = await told(played, hostile.state(), b'{"last": 1, "ipc": false}\n' + state)
+        failure = await told(played, hostile.state(), b'{"last": 1}\n' + state)
     assert "no saved" in failure.evidence
 
 
@@ -110,7 +110,6 @@ def test_answers_are_taken() -> None:
     ran = answer("x", json.dumps(RAN | {"added": "later"}).encode(), Ran)
     assert (ran.exit_status, ran.duration_s, ran.timed_out, ran.dropped_bytes) == (3, 0.5, False, 7)
     assert answer("x", b'{"last": 5, "busy": false}', Last).last == 5
-    assert answer("x", b'{"last": 5, "ipc": true}', State).ipc is True
     with pytest.raises(SandboxFailedError, match="still running"):
         answer("x", b'{"error": "action 3 is still running"}', Ran)
     assert saved("x", json.dumps({"last": 1, "results": [[1, RAN, "aGk="]]}).encode()).results[0][2] == b"hi"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,23 @@ CHANGES = {
     "a folder made and removed": "mkdir sub/x; rmdir sub/x",
     "a file in memory": "echo > /dev/shm/x",
     "a background process": "sleep 1000 > /dev/null 2>&1 &",
+    "a device gone, a file in its place": "rm /dev/full; echo hidden > /dev/full",
+    "only a device's mode": "chmod 600 /dev/null",
+    "only a device's owner": "chown 1:1 /dev/zero",
+    "another device under the name": "rm /dev/random; mknod -m 666 /dev/random c 1 9",
+    "another link in /dev": "ln -sfn /proc/self/fd/1 /dev/stderr",
+    "only the mode of a folder in memory": "chmod 700 /dev/shm",
+    "only the mode of /dev": "chmod 700 /dev",
+    "only a terminal's mode": "chmod 600 /dev/pts/ptmx",
+    "System V memory": "python3 -c 'import ctypes; ctypes.CDLL(None).shmget(77, 4096, 0o1600)'",
+    "System V semaphores": "python3 -c 'import ctypes; ctypes.CDLL(None).semget(77, 1, 0o1600)'",
+    "a System V queue": "python3 -c 'import ctypes; ctypes.CDLL(None).msgget(77, 0o1600)'",
+    "process 1's processors": "python3 -c 'import os; os.sched_setaffinity(1, {0})'",
+    "process 1's scheduling": "python3 -c 'import os; os.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))'",
+    "process 1's nice value": "python3 -c 'import os; os.setpriority(os.PRIO_PROCESS, 1, 5)'",
+    "process 1's I/O priority": "ionice -c 3 -p 1",
+    "process 1's OOM score": "echo 500 > /proc/1/oom_score_adj",
+    "process 1's core dump filter": "echo 7 > /proc/1/coredump_filter",
     "a limit of process 1": "python3 -c 'import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (512, 512))'",
 }
 
@@ -72,6 +91,27 @@ async def test_a_change_is_seen(bench: Bench, change: str) -> None:
     first = await settled(live)
     await live.sh(CHANGES[change])
     assert await held_by(live, first) == ""
+
+
+async def test_what_somebody_makes_between_the_question_and_the_freeze(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what the runner said counts, but what there is in the freeze."""
+    live = await bench.create()
+    await live.sh("echo > f")
+    prepare = LayerCapture.prepare
+    code = "import ctypes; print(ctypes.CDLL(None).shmget(77, 4096, {}) >= 0)"
+
+    def meanwhile(self: LayerCapture, mapped: Collection[int] = ()) -> None:
+        prepare(self, mapped)
+        make = ["docker", "exec", live.incarnation.name, "python3", "-c", code.format("0o1600")]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerCapture, "prepare", meanwhile)
+        name = await live.checkpoint()
+    back = await live.kill_and_restore(name)
+    assert await back.sh(f"python3 -c '{code.format(0)}'") == "True\n"
 
 
 async def test_only_memory_of_a_background_process(bench: Bench) -> None:
