@@ -58,11 +58,9 @@ async def _let_go(pids: set[int]) -> str:
 
     def look() -> None:
         end_s = time.monotonic() + _LET_GO_S
-        while left_now := holding(pids):
-            if time.monotonic() > end_s:
-                left.update(left_now)
-                break
+        while (left_now := holding(pids)) and time.monotonic() < end_s:
             time.sleep(_LOOK_EVERY_S)
+        left.update(left_now)
         if not loop.is_closed():
             loop.call_soon_threadsafe(answered.set)
 

@@ -54,18 +54,20 @@ def device_bytes(pid: int) -> int | None:
 
 
 def holding(pids: Iterable[int]) -> set[int]:
-    """Those of the processes that NVML lists on a GPU: they have memory there. Empty where there is no NVML."""
+    """Those of the processes that NVML lists on a GPU: they have memory there. Empty where NVML does not tell."""
     try:
         import pynvml
     except ImportError:
         return set()
     listed: set[int] = set()
+    # Of a package that is newer than the driver; no NVMLError, and not in old packages.
+    mismatch = getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError)
     try:
         pynvml.nvmlInit()
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             listed |= {int(one.pid) for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, mismatch):
         return set()
     return listed & set(pids)
 

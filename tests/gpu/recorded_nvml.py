@@ -27,6 +27,10 @@ class NVMLErrorNotSupported(NVMLError):
     """This GPU, or this virtual machine, has it not."""
 
 
+class NVMLLibraryMismatchError(Exception):
+    """The package is newer than the driver. Not one of NVML's errors, as in nvidia-ml-py."""
+
+
 @dataclass
 class RecordedGpu:
     """What NVML says of one GPU."""
@@ -39,12 +43,14 @@ class RecordedGpu:
     """Processes with a context on it."""
     asked: int = 0
     """How often these were asked for."""
+    driver_is_old: bool = False
 
 
 class RecordedNvml(ModuleType):
     """GPUs in NVML's order."""
 
     NVMLError = NVMLError
+    NVMLLibraryMismatchError = NVMLLibraryMismatchError
     NVMLError_Timeout = NVMLErrorTimeout
     NVMLError_NotSupported = NVMLErrorNotSupported
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
@@ -76,6 +82,8 @@ class RecordedNvml(ModuleType):
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: RecordedGpu) -> list[Any]:
         gpu.asked += 1
+        if gpu.driver_is_old:
+            raise NVMLLibraryMismatchError("Unversioned function called")
         return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in gpu.running]
 
     def nvmlEventSetCreate(self) -> list[RecordedGpu]:

@@ -71,3 +71,14 @@ async def test_gpu_memory_that_stays_is_said_and_holds_nobody_up(
     replay(monkeypatch, [gpu], visible=[gpu])
     await asyncio.wait_for(a_host(tmp_path).kill(engine), 10.0)
     assert f"the GPU still has its memory of {engine.pid}" in caplog.text
+
+
+async def test_a_driver_that_cannot_tell_holds_nobody_up(
+    engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With recorded answers in NVML's place (see recorded_nvml.py): the package is newer than the driver."""
+    monkeypatch.setattr(last_traces, "_END_S", 0.1)
+    gpu = RecordedGpu("0000:1B:00.0", running=[engine.pid], driver_is_old=True)
+    replay(monkeypatch, [gpu], visible=[gpu])
+    await asyncio.wait_for(a_host(tmp_path).kill(engine), 5.0)
+    assert gpu.asked == 1 and start_ticks(engine.pid) == 0
