@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
 from belayer.processes import is_alive
-from belayer.sandbox import lazy, memory, probe
+from belayer.sandbox import lazy, memory, probe, watches
 from belayer.sandbox.blobs import image_path, keys_of, layer_path
 from belayer.sandbox.captured import Captured
 from belayer.sandbox.containers import Container
@@ -198,7 +198,8 @@ class Capture:
             raise CheckpointRefusedError(self._incarnation.name, "its memory is still on its way from the last restore")
         mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id, self._container.volumes)
         self._mounts = mounts.sources
-        target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, self._watched())
+        watched = self._watched(freezer.processes())
+        target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, watched)
         held = [self._incarnation.pid]  # until they are frozen, others come and go
         messages = self._criu.image_messages()
         with ExitStack() as stack:
@@ -259,9 +260,13 @@ class Capture:
             freezer.thaw()
         raise CheckpointRefusedError(self._incarnation.name, "its runner is too busy answering")
 
-    def _watched(self) -> list[str]:
+    def _watched(self, processes: list[int]) -> list[str]:
         workdir = "/" if self._owner is None else self._owner.spec.workdir
-        return [*([] if workdir == "/" else [workdir]), "/tmp", "/var/log", "/home", "/root"]
+        usual = [*([] if workdir == "/" else [workdir]), "/tmp", "/var/log", "/home", "/root"]
+        try:
+            return [*watches.places(self._incarnation.pid, processes, usual), *usual]
+        except watches.NotFoundError as error:
+            raise CheckpointRefusedError(self._incarnation.name, str(error), described(error.pid)) from None
 
     def _noise_among(self, held: list[int]) -> str:
         tmpfs = () if self._owner is None else self._owner.spec.tmpfs

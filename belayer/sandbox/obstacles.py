@@ -6,15 +6,21 @@ Each was tried with CRIU 4.2 on Linux 6.18; `docs/sandbox.md` lists what works.
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from belayer.sandbox.criu import GHOST_LIMIT_BYTES
 from belayer.sandbox.sockets import bound_here
-from belayer.sandbox.text import shown, status_of
+from belayer.sandbox.text import rows_of, shown, status_of
 
 DUMPABLE = frozenset(("[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"))
 """Kinds of anonymous inodes that come back as they were."""
 CAP_SYS_RESOURCE = 24
+DELETED = b" (deleted)"
+IN_MEMORY = (b"/memfd:", b"/SYSV", b"/dev/zero")
+"""Names of memory that looks like a deleted file and comes back in another way."""
 _TICKS = re.compile(r"^ticks: (\d+)$", re.M)
 _INTERVAL = re.compile(r"^it_interval: \((\d+), (\d+)\)$", re.M)
 
@@ -51,6 +57,8 @@ def _cause(pid: int, namespace: Path, held: bool, limits_readable: bool) -> str:
         return "it has a user namespace of its own"
     for fd in (process / "fd").iterdir():
         kind = shown(fd.readlink())
+        if kind.endswith(" (deleted)") and not kind.startswith("/memfd:") and (cause := _too_large(fd, kind)):
+            return cause
         if not kind.startswith("anon_inode:"):
             continue
         kind = kind.removeprefix("anon_inode:")
@@ -58,6 +66,30 @@ def _cause(pid: int, namespace: Path, held: bool, limits_readable: bool) -> str:
             return f"it has {kind} open, which CRIU cannot dump"
         if kind == "[timerfd]" and _has_ticked(process / "fdinfo" / fd.name):
             return "a periodic timerfd of it has ticked and not been read; restored, it would never fire again"
+    return _mapped_cause(process)
+
+
+def _mapped_cause(process: Path) -> str:
+    """Of what it has mapped, which it may have closed since."""
+    for row in rows_of(process / "maps"):
+        bounds, *rest = row.split(None, 5)
+        name = rest[4] if len(rest) > 4 else b""
+        if name.startswith(b"anon_inode:"):
+            return f"it has {shown(name[11:])} mapped, which CRIU cannot dump"
+        if name.endswith(DELETED) and not name.startswith(IN_MEMORY):
+            start, end = (int(part, 16) for part in bounds.split(b"-"))
+            if cause := _too_large(process / f"map_files/{start:x}-{end:x}", shown(name)):
+                return cause
+    return ""
+
+
+def _too_large(link: Path, name: str) -> str:
+    """Of a deleted file, which goes into the images."""
+    with suppress(FileNotFoundError):
+        found = link.stat()
+        size_bytes = found.st_blocks * 512
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 and size_bytes > GHOST_LIMIT_BYTES:
+            return f"its file {name} takes {size_bytes:,} bytes; at most {GHOST_LIMIT_BYTES:,} are captured of one"
     return ""
 
 

@@ -57,6 +57,15 @@ WORKS = {
         "wait(); open('watched/new', 'w').close(); say(os.read(fd, 999)[16:19])",
         "b'new'",
     ),
+    "inotify-anywhere": (
+        "os.makedirs(b'/srv/deep/\\xff'); fd = libc.inotify_init(); open('/usr/local/one', 'w').close()\n"
+        "places = [b'/srv/deep', b'/srv/deep/\\xff', b'/usr/share', b'/usr/local/one', b'/etc/hosts', b'/dev/shm']\n"
+        "wds = [libc.inotify_add_watch(fd, place, 0x102) for place in places]; wait()\n"
+        "for place in places[:3] + places[5:]: open(place + b'/new', 'w').close()\n"
+        "open('/usr/local/one', 'a').write('x'); seen = os.read(fd, 9999)\n"
+        "say(([wd in range(1, 7) for wd in wds], seen.count(b'new'), len(seen)))",
+        "([True, True, True, True, True, True], 4, 144)",
+    ),
     "timerfd": (
         "fd = libc.timerfd_create(1, 0); libc.timerfd_settime(fd, 0, struct.pack('qqqq', 999, 0, 999, 0), None)\n"
         "wait(); now = struct.pack('qqqq', 0, 10**7, 0, 10**7); libc.timerfd_settime(fd, 0, now, None)\n"
@@ -135,6 +144,29 @@ WORKS = {
 
 REFUSED = {
     "io-uring": ("libc.syscall(425, 8, ctypes.create_string_buffer(256)); wait()", r"\[io_uring\] open"),
+    "io-uring-closed": (
+        "fd = libc.syscall(425, 8, ctypes.create_string_buffer(256)); libc.mmap(None, 4096, 3, 1, fd, 0)\n"
+        "os.close(fd); wait()",
+        r"\[io_uring\] mapped",
+    ),
+    "too-large-deleted-file": (
+        "f = open('big', 'w+b'); os.posix_fallocate(f.fileno(), 0, (2 << 30) + 4096); os.unlink('big'); wait()",
+        r"its file /testbed/big \(deleted\) takes 2,147,49",
+    ),
+    "too-large-deleted-file-mapped": (
+        "import mmap; f = open('big', 'w+b'); os.posix_fallocate(f.fileno(), 0, (2 << 30) + 4096)\n"
+        "m = mmap.mmap(f.fileno(), 4096); os.unlink('big'); f.close(); libc.close(3); libc.close(4); wait()",
+        r"its file /testbed/big \(deleted\) takes 2,147,49",
+    ),
+    "inotify-deleted": (
+        "f = open('gone', 'w'); fd = libc.inotify_init(); libc.inotify_add_watch(fd, b'gone', 2); os.unlink('gone')\n"
+        "wait()",
+        r"it watches inode \d+ with inotify, whose name was not found",
+    ),
+    "inotify-proc": (
+        "fd = libc.inotify_init(); libc.inotify_add_watch(fd, b'/proc/1/status', 2); wait()",
+        "it watches a file of proc with inotify",
+    ),
     "ptrace": (
         "p = os.fork()\nif p == 0: select.select([], [], [])\nlibc.ptrace(16, p, 0, 0); wait()",
         "another process traces it",
