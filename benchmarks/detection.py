@@ -2,7 +2,7 @@
 
 A worker with a real SGLang on the CPU under a detector, one engine at a time and no shadow. While it streams, one fault
 strikes; what counts is the time from the fault (from inside the scheduler, or just before the signal) to the time of
-FailureDetected in the journal. The figures go into FILE beside what else it holds. Needs scripts/sglang_cpu.sh once.
+FailureDetected in the journal. The figures are added to those in FILE. Needs scripts/sglang_cpu.sh once.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ class Site:
             memory=MemoryProcess("cpu", folder / "memory.sock", os.getpid(), log=folder / "memory.log"),
         )
 
-    async def measure(self, name: str, strike: str | signal.Signals) -> dict[str, Any]:
+    async def measure(self, incarnation: str, strike: str | signal.Signals) -> dict[str, Any]:
         """Start a main, strike it, and wait for the journal."""
-        incarnation = f"w-{name.replace(' ', '-')}"
         main = await self.host.start(incarnation, "main")
         writer, _ = await take_over(self.store, ids.worker("w"), "benchmark")
         at = (main.host, main.pid, main.pid_start_ticks, main.address)
@@ -102,15 +101,19 @@ class Site:
         return {"s": took_s, "kind": failed.kind, "evidence": failed.evidence[:200], "load_average": round(load, 1)}
 
     async def _stream(self, main: EngineProcess, streaming: asyncio.Event) -> None:
-        """A request that is sent again and again, so that a step is always under way."""
+        """A request that is long enough to be under way when the fault strikes."""
         client, received = self.host.connect(main), 0
-        with contextlib.suppress(EngineFailedError):
-            async with contextlib.aclosing(client.generate("r", [1, 2, 3], Sampling(max_new_tokens=4000))) as batches:
+        tokens = client.generate("r", [1, 2, 3], Sampling(max_new_tokens=4000))
+        try:
+            async with contextlib.aclosing(tokens) as batches:
                 async for batch in batches:
                     received += len(batch.token_ids)
                     if received > 20:
                         streaming.set()
-        await client.close()
+        except EngineFailedError:
+            pass
+        finally:
+            await client.close()
 
     async def _failure(self, incarnation: str) -> tuple[FailureDetected, int]:
         while True:
@@ -124,23 +127,21 @@ async def _run(options: argparse.Namespace) -> None:
     site = Site(options.folder)
     actor = Detector(site.store, site.host, host_name(), "detector")
     detector = asyncio.create_task(run_actor(site.store, actor, host_name(), "c1"))
-    measured: dict[str, list[Any]] = {}
-    for name in options.faults or FAULTS:
-        measured.setdefault(name, []).append(await site.measure(name, FAULTS[name]))
-        print(name, json.dumps(measured[name][-1]), flush=True)
-        _keep(options.out, measured)
+    for number, name in enumerate((options.faults or [*FAULTS]) * options.rounds):
+        measured = await site.measure(f"w-{number}", FAULTS[name])
+        print(name, json.dumps(measured), flush=True)
+        if options.out is not None:
+            _keep(options.out, name, measured)
     detector.cancel()
     await asyncio.gather(detector, return_exceptions=True)
 
 
-def _keep(path: Path | None, measured: dict[str, list[Any]]) -> None:
-    if path is None:
-        return
+def _keep(path: Path, name: str, measured: dict[str, Any]) -> None:
+    """Add it to what the file has of earlier runs."""
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    kept["from_fault_to_failure_detected"] = {
-        "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "engine": "real SGLang on the CPU"},
-        "faults": measured,
-    }
+    section = kept.setdefault("from_fault_to_failure_detected", {"faults": {}})
+    section["machine"] = {"cores": os.cpu_count(), "kernel": platform.release(), "engine": "real SGLang on the CPU"}
+    section["faults"].setdefault(name, []).append(measured)
     path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
@@ -148,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.detection", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder for sockets, logs and the model")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
     options = parser.parse_args()
     if unknown := set(options.faults) - set(FAULTS):
