@@ -128,6 +128,49 @@ async def test_capabilities_and_the_seccomp_filter_hold(bench: Bench, background
         assert re.findall(":\t(.*)", held)[:2] == [f"{mask:016x}", "2"], "of the process that was restored"
 
 
+@KINDS
+async def test_the_processor_limit_holds(bench: Bench, background: str) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/testbed", cpus=1.5)
+    live = await bench.create(spec)
+    v1 = "/sys/fs/cgroup/cpu/cpu.cfs_{quota,period}_us"
+    look = f"cat /sys/fs/cgroup/cpu.max 2> /dev/null || echo $(cat {v1})"
+    assert await live.sh(look) == "150000 100000\n"
+    await live.sh(f"{background}true")
+    for _ in range(2):
+        live = await again(bench, live, spec)
+        assert await live.sh(look) == "150000 100000\n"
+
+
+async def test_a_user_cannot_speak_for_the_host_or_the_runner(bench: Bench, home: Path) -> None:
+    spec = SandboxSpec(IMAGE, workdir="/tmp", user="nobody")
+    live = await bench.create(spec)
+    control = "/.belayer/control"
+    attempts = [
+        f"ls {control}",
+        f"touch {control}/request-0000-000001",
+        f"touch {control}/reply-0000-000001",
+        f"echo x > {control}/doorbell",
+        f"mv {control}/idle-1 {control}/idle-7",
+        f"rm -rf {control}/doorbell",
+        f"ln -s /etc {control}/link",
+        f"mount -o remount,rw {control}",
+        f"mv {control} /tmp/away",
+        "echo x >> /.belayer/runner.py",
+        "touch /.belayer/x",
+        "echo x > /proc/1/comm",
+        "head -c 1 /proc/1/environ",
+        "kill -USR1 1",
+    ]
+    for _ in range(2):
+        for attempt in attempts:
+            seen = await live.sh(f"({attempt}) 2>&1; exit $(($? == 0))")
+            assert re.search("denied|not permitted|must be superuser", seen, re.IGNORECASE), seen
+        names = {path.name for path in (home / "run" / live.incarnation.name / "control").iterdir()}
+        kinds = {name.partition("-")[0] for name in names}
+        assert kinds <= {"doorbell", "idle", "busy", "bell"}, names
+        live = await again(bench, live, spec)
+
+
 CONNECT = "import socket; s = socket.create_connection(('{address}', {port})); open('up', 'w'); s.recv(1)"
 
 

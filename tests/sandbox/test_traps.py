@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from belayer.errors import CheckpointRefusedError
+from belayer.processes import start_ticks
 from belayer.sandbox import obstacles
-from tests.sandbox.conftest import Bench, Live
+from belayer.sandbox.freezer import freezer_of
+from belayer.sandbox.protocol import Incarnation
+from tests.sandbox.conftest import IMAGE, Bench, Live
+from tests.waiting import until
 
 pytestmark = pytest.mark.sandbox
 
@@ -236,3 +244,39 @@ async def test_what_makes_it_unquiet_has_a_name_of_any_bytes(bench: Bench, name:
     await live.sh(f"echo kept > {name}")
     back = await live.kill_and_restore(await live.checkpoint())
     assert await back.sh(f"cat {name}") == "kept\n"
+
+
+@pytest.fixture
+async def may_unshare() -> AsyncIterator[Incarnation]:
+    """A container, none of ours, whose processes may make namespaces, as ours may not."""
+    name = f"belayer-test-{os.urandom(4).hex()}"
+    command = "unshare --user sleep 1000 & sleep 1000 & wait"
+    await docker("run", "-d", "--name", name, "--security-opt", "seccomp=unconfined", IMAGE, "bash", "-c", command)
+    try:
+        pid = int(await docker("inspect", "-f", "{{.State.Pid}}", name))
+        yield Incarnation(name, "", "", "", pid, start_ticks(pid))
+    finally:
+        await docker("rm", "-f", name)
+
+
+async def docker(*arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec("docker", *arguments, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode().strip()
+
+
+async def test_a_user_namespace_is_an_obstacle(may_unshare: Incarnation) -> None:
+    init = may_unshare.pid
+    freezer = freezer_of(init)
+    assert freezer is not None
+
+    def unshared() -> list[int]:
+        own = Path(f"/proc/{init}/ns/user").readlink()
+        return [pid for pid in freezer.processes() if Path(f"/proc/{pid}/ns/user").readlink() != own]
+
+    (pid,) = await until(unshared)
+    processes = freezer.processes()
+    assert obstacles.obstacle(init, processes, held=False) == (pid, "it has a user namespace of its own")
+    others = [process for process in processes if process != pid]
+    assert obstacles.obstacle(init, others, held=False) is None
