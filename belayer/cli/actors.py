@@ -73,6 +73,7 @@ def actors(
     handover: options.Handover = options.When.LATE,
     adoption: options.Adopt = options.Adoption.ON,
     hang_s: options.HangS = options.DEFAULT_HANG_S,
+    update_s: options.UpdateS = options.DEFAULT_UPDATE_S,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics at this port.", min=1, max=65535)
     ] = None,
@@ -90,6 +91,7 @@ def actors(
         handover,
         adoption,
         hang_s,
+        update_s,
     )
     serving = None if metrics_port is None else (metrics_port, metrics_address)
     asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s, policy, serving))

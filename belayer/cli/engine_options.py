@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from belayer.gpu.protocol import EngineHost
 
 DEFAULT_HANG_S = 2.5
+DEFAULT_UPDATE_S = 300.0
 SGLANG_PATIENCE_S = 900.0
 """How long the start of an SGLang engine may take before another actor tries: large models load for minutes."""
 _RECORDED_PATIENCE_S = 20.0
@@ -69,6 +70,9 @@ Device = Annotated[str, typer.Option(envvar="BELAYER_DEVICE", help="The device: 
 HangS = Annotated[
     float, typer.Option(help="SGLang: an idle or decoding scheduler that is silent for so long is hung.", min=0.1)
 ]
+UpdateS = Annotated[
+    float, typer.Option(help="SGLang: a scheduler that is silent for so long in a weight update is hung.", min=0.1)
+]
 Handover = Annotated[
     When, typer.Option(envvar="BELAYER_HANDOVER", help="SGLang: when a shadow may take over (decision 7).")
 ]
@@ -92,6 +96,7 @@ class Choice:
     handover: When = When.LATE
     adopt: Adoption = Adoption.ON
     hang_s: float = DEFAULT_HANG_S
+    update_s: float = DEFAULT_UPDATE_S
 
     @property
     def patience_s(self) -> float:
@@ -132,7 +137,7 @@ class Choice:
         python = str(self.python or sglang_cpu.need_python())
         environment = sglang_cpu.ENVIRONMENT if self.device == "cpu" else {}
         self.log.mkdir(parents=True, exist_ok=True)
-        hang = ("--hang-s", str(self.hang_s))
+        hang = ("--hang-s", str(self.hang_s), "--update-s", str(self.update_s))
         memory = MemoryProcess(self.device, self.memory_socket, owner_pid, python, self.log / "memory.log", hang)
         return SglangHost(
             None,

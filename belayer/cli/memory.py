@@ -51,6 +51,7 @@ def memory(
     hang_per_token_s: Annotated[
         float, typer.Option(help="And so much longer for each token of a prefill under way.", min=0.0)
     ] = 0.03,
+    update_s: options.UpdateS = options.DEFAULT_UPDATE_S,
     sglang_python: options.SglangPython = None,
     rank: Annotated[
         int,
@@ -69,14 +70,13 @@ def memory(
     path, device = server.socket, server.device
     match action:
         case Action.START:
-            _start(path, device, owner_pid, hang_s, hang_per_token_s, sglang_python)
+            hang = ("--hang-s", hang_s, "--hang-per-token-s", hang_per_token_s, "--update-s", update_s)
+            _start(path, device, owner_pid, [str(word) for word in hang], sglang_python)
         case Action.STATUS:
             _status(path, as_json)
 
 
-def _start(
-    path: Path, device: str, owner_pid: int | None, hang_s: float, hang_per_token_s: float, python: Path | None
-) -> None:
+def _start(path: Path, device: str, owner_pid: int | None, hang: list[str], python: Path | None) -> None:
     """This process becomes the server."""
     from belayer.gpu.arena import device_index
     from belayer.gpu.errors import ArenaError
@@ -97,7 +97,7 @@ def _start(
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [program, "-m", "belayer.gpu.memory_main", "--device", device, "--socket", str(path)]
     command += ["--owner-pid", str(os.getpid() if owner_pid is None else owner_pid), "--ready-fd", "1"]
-    command += ["--hang-s", str(hang_s), "--hang-per-token-s", str(hang_per_token_s)]
+    command += hang
     sys.stdout.flush()
     os.execv(program, command)
 

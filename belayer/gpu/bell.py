@@ -39,6 +39,13 @@ class Bell:
         _checked("pthread_mutex_init", _libc.pthread_mutex_init(self._mutex, attributes))
         _checked("pthread_mutex_lock", _libc.pthread_mutex_lock(self._mutex))
 
+    def disarm(self) -> None:
+        """Before the memory is unmapped: the thread that armed it keeps a list of what it holds, in that memory.
+
+        Nobody may be waiting. In another thread than the one that armed it this does nothing.
+        """
+        _libc.pthread_mutex_unlock(self._mutex)
+
     def wait(self) -> None:
         """Block until the thread that armed it has died; at once when it has already. In a thread of one's own."""
         result = _libc.pthread_mutex_lock(self._mutex)

@@ -34,7 +34,11 @@ _ENTRY_WORDS = 8
 _W_MAGIC, _W_VERSION, _W_ROWS, _W_WIDTH, _W_EPOCH, _W_RESERVED = range(6)
 _W_STEPS_BEGUN, _W_STEPS_ENDED, _W_TOKENS_IN_FLIGHT, _W_BEAT_NS, _W_SERVING = range(8, 13)
 _E_SEQUENCE, _E_LENGTH, _E_EPOCH, _E_REQUEST, _E_WEIGHT_VERSION = range(5)
+_SERVING, _UPDATING = 1, 2
 assert _BELL_AT + BELL_BYTES <= _HEADER_BYTES
+
+_armed: list[mmap.mmap] = []
+"""What must stay mapped, also when its ledger is forgotten: its bell is in the list of the thread that armed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the engine is. `beat_ns` is CLOCK_MONOTONIC of the last sign of life."""
+    """How far the engine is. `beat_ns` is CLOCK_MONOTONIC of the last sign of life; `updating`: of a weight update."""
 
     epoch: int
     serving: bool
+    updating: bool
     steps_begun: int
     steps_ended: int
     tokens_in_flight: int
@@ -101,9 +106,15 @@ class Ledger:
         return Bell(ctypes.addressof(ctypes.c_char.from_buffer(self._memory, _BELL_AT)))
 
     def close(self) -> None:
+        self._disarm()
         for view in (self._header, self._reserve, self._entries, self._tokens, self._view):
             view.release()
         self._memory.close()
+
+    def _disarm(self) -> None:
+        if self._memory in _armed:
+            self.bell.disarm()
+            _armed.remove(self._memory)
 
     # --- the engine's side --------------------------------------------------------------------------------------
 
@@ -114,18 +125,20 @@ class Ledger:
         self._reserve_due = None
         header[_W_STEPS_BEGUN] = header[_W_STEPS_ENDED] = header[_W_TOKENS_IN_FLIGHT] = 0
         header[_W_EPOCH] = epoch
+        self._disarm()
+        _armed.append(self._memory)
         self.bell.arm()
         self.beat()
-        header[_W_SERVING] = 1
+        header[_W_SERVING] = _SERVING
 
     def beat(self) -> None:
         """The scheduler's loop is alive."""
         self._header[_W_BEAT_NS] = time.monotonic_ns()
 
     def excuse(self, silent: bool) -> None:
-        """The loop will be silent for as long as it takes (a weight update), or is back."""
+        """The loop will be silent for as long as a weight update takes, or is back."""
         self.beat()
-        self._header[_W_SERVING] = 0 if silent else 1
+        self._header[_W_SERVING] = _UPDATING if silent else _SERVING
 
     def begin_step(self, tokens: int) -> None:
         """A forward pass is about to start that prefills so many tokens; 0 for a decode step."""
@@ -196,7 +209,8 @@ class Ledger:
         header = self._header
         return Progress(
             header[_W_EPOCH],
-            header[_W_SERVING] == 1,
+            header[_W_SERVING] != 0,
+            header[_W_SERVING] == _UPDATING,
             header[_W_STEPS_BEGUN],
             header[_W_STEPS_ENDED],
             header[_W_TOKENS_IN_FLIGHT],

@@ -21,10 +21,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--owner-pid", type=int, required=True)
     parser.add_argument("--hang-s", type=float, default=HangRule().base_s, help="silence of a scheduler that is a hang")
     parser.add_argument("--hang-per-token-s", type=float, default=HangRule().per_token_s)
+    parser.add_argument("--update-s", type=float, default=HangRule().update_s, help="a weight update's silence")
     parser.add_argument("--ready-fd", type=int, default=-1, help="gets one line once the socket is there")
     options = parser.parse_args(argv)
     exit_with_owner(options.owner_pid)
-    rule = HangRule(options.hang_s, options.hang_per_token_s)
+    rule = HangRule(options.hang_s, options.hang_per_token_s, update_s=options.update_s)
     server = MemoryServer(options.device, options.socket, health=device_health(options.device), hang_rule=rule)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())

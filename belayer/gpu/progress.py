@@ -1,7 +1,8 @@
 """Is an engine hung? By its own step counter, which a dead or stopped scheduler cannot move.
 
 A prefill of many tokens may take long, so the silence that is allowed grows with those in flight; a loop without work
-beats at least once a second. A stopped process makes no progress whatever it was doing, so it gets only the base
+beats at least once a second. A weight update may wait for its trainer, but not for ever: nobody else would see that
+the trainer is gone. A stopped process makes no progress whatever it was doing, so it gets only the base
 allowance.
 """
 
@@ -18,12 +19,15 @@ from belayer.gpu.ledger import Progress
 class HangRule:
     """The allowed silence: `base_s`, and `per_token_s` more for each token of the prefills in flight, up to `most_s`.
 
-    So a prefill of 2,000 tokens may take a minute. A decode step gets nothing more: it is a small part of a second.
+    So a prefill of 2,000 tokens may take a minute. A decode step gets nothing more: it is a small part of a second. One
+    call of a weight update may take `update_s`: 64 GB from a disk that reads 250 MB/s take 260 s; from memory, another
+    GPU or the page cache it is seconds (8 GB took 0.1 to 1.2 s).
     """
 
     base_s: float = 2.5
     per_token_s: float = 0.03
     most_s: float = 90.0
+    update_s: float = 300.0
 
     def allowed_s(self, tokens_in_flight: int) -> float:
         return self.base_s + min(self.most_s, self.per_token_s * max(0, tokens_in_flight))
@@ -38,11 +42,13 @@ def hang_evidence(progress: Progress, epoch: int, pid: int, rule: HangRule) -> s
         return ""
     if _is_stopped(pid):
         return f"process {pid} is stopped and its scheduler was silent for {silent_s:.1f} s"
-    allowed_s = rule.allowed_s(progress.tokens_in_flight)
+    allowed_s = rule.update_s if progress.updating else rule.allowed_s(progress.tokens_in_flight)
     if silent_s <= allowed_s:
         return ""
     work = (
-        f"{progress.tokens_in_flight} prefill tokens in flight"
+        "in a weight update"
+        if progress.updating
+        else f"{progress.tokens_in_flight} prefill tokens in flight"
         if progress.tokens_in_flight > 0
         else "no prefill in flight"
     )

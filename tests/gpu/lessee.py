@@ -87,6 +87,11 @@ class Lessee:
         self.ledger.begin_step(tokens)
         return "begun"
 
+    def update_begins(self) -> str:
+        assert self.ledger is not None
+        self.ledger.excuse(True)
+        return "begun"
+
     def last_proven(self, epoch: int) -> dict[int, list[int]]:
         last = Ledger(self.last_ledger_fd, ROWS, WIDTH, writable=False)
         return {entry.row: list(entry.token_ids[: entry.proven]) for entry in last.proven(epoch)}

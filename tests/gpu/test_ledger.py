@@ -164,3 +164,13 @@ def test_silence_counts_by_the_work_in_flight(ledger: Ledger) -> None:
     assert hang_evidence(ledger.progress(), 1, os.getpid(), rule) != ""
     ledger.excuse(True)
     assert hang_evidence(ledger.progress(), 1, os.getpid(), rule) == ""
+
+
+def test_a_weight_update_that_is_silent_for_too_long_is_a_hang(ledger: Ledger) -> None:
+    """The trainer died in the middle of a broadcast: nobody else would ever say so."""
+    ledger.excuse(True)
+    assert hang_evidence(ledger.progress(), 1, os.getpid(), HangRule(base_s=-1.0)) == ""
+    evidence = hang_evidence(ledger.progress(), 1, os.getpid(), HangRule(base_s=-1.0, update_s=-1.0))
+    assert "in a weight update, -1.0 s allowed" in evidence
+    ledger.excuse(False)
+    assert hang_evidence(ledger.progress(), 1, os.getpid(), HangRule(base_s=60.0, update_s=-1.0)) == ""

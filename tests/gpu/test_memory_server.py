@@ -76,6 +76,7 @@ def server(tmp_path: Path) -> Iterator[Path]:
     ready, ready_write = os.pipe()
     command = [sys.executable, "-m", "belayer.gpu.memory_main", "--device", "cpu", "--socket", str(socket_path)]
     command += ["--owner-pid", str(os.getpid()), "--ready-fd", str(ready_write), "--hang-s", "0.5"]
+    command += ["--update-s", "1.5"]
     process = subprocess.Popen(command, pass_fds=[ready_write], cwd=ROOT)
     os.close(ready_write)
     with os.fdopen(ready, "rb") as line:
@@ -333,6 +334,23 @@ async def test_silence_is_a_hang_once_the_engine_is_warm_and_long_work_is_none(
         events = [(await asyncio.to_thread(client.receive, 20.0))[0] for _ in range(3)]
     kinds = [event.kind for event in events if isinstance(event, wire.EngineEvent)]
     assert kinds == ["hung", "dying", "dead"]
+
+
+async def test_a_weight_update_that_never_ends_is_a_hang_and_leaves_torn_weights(
+    server: Path, start: Callable[[], Child]
+) -> None:
+    main = a_main(server, start)
+    with MemoryClient.connect(server, "host", "control")[0] as client:
+        client.ask(wire.Watch(), wire.Facts)
+        main.do("begin", 7)
+        main.do("update_begins")  # and its trainer dies
+        await asyncio.to_thread(ask, server, wire.Arm("a"))
+        event = (await asyncio.to_thread(client.receive, 20.0))[0]
+        assert isinstance(event, wire.EngineEvent) and event.kind == "hung"
+        assert "in a weight update, 1.5 s allowed" in event.evidence
+        events = [(await asyncio.to_thread(client.receive, 20.0))[0] for _ in range(2)]
+    assert [event.kind for event in events if isinstance(event, wire.EngineEvent)] == ["dying", "dead"]
+    assert status(server).weights == wire.Weights("torn", 7, "a")
 
 
 def test_what_is_no_message_is_refused(server: Path) -> None:

@@ -82,6 +82,7 @@ async def test_a_stream_goes_on_over_an_update_and_every_token_says_its_version(
         await send(sender, cell, f"--how disk --folder {tmp_path} --keep-cache --version 7")
         await post(cell, "continue_generation", {})
         await stream
+    assert (await cell.host.status()).weights == wire.Weights("ready", 7), "continue_generation ended the update"
     assert len(tokens) == TOKENS
     assert versions == sorted(versions) and set(versions) == {0, 7}
     old = versions.count(0)
@@ -93,8 +94,11 @@ async def test_weights_come_from_disk_from_tensors_and_from_a_process_group(cell
         assert "took_s" in await send(sender, cell, "--how tensor --bucket-mb 0 --seed 6 --version 8")
         of_6 = await all_tokens(cell, 8)
         await send(sender, cell, f"--how save --seed 5 --folder {tmp_path}")
-        assert "took_s" in await send(sender, cell, f"--how disk --folder {tmp_path} --version 9")
+        assert "took_s" in await send(sender, cell, f"--how disk --folder {tmp_path} --keep-cache --version 9")
         of_5 = await all_tokens(cell, 9)
+        assert (await cell.host.status()).weights == wire.Weights("writing", 9, cell.main.incarnation)
+        await post(cell, "flush_cache", {})
+        assert (await cell.host.status()).weights == wire.Weights("ready", 9)
         assert "took_s" in await send(sender, cell, "--how distributed --seed 6 --version 10")
         assert await all_tokens(cell, 10) == of_6
         refused = await send(sender, cell, f"--how disk --folder {tmp_path / 'nothing'} --version 11")
@@ -122,6 +126,9 @@ async def test_half_an_update_is_torn_and_never_served(cell: Cell) -> None:
     await watching.wait()
     async with trainer() as sender:
         await send(sender, cell, "--how tensor --bucket-mb 0 --only-buckets 3 --seed 6 --version 13")
+    versions: list[int] = []
+    await tokens_and_versions(cell, PROMPTS[0], [], versions)
+    assert set(versions) == {13}, "used, and half of it all the same"
     status = await cell.host.status()
     assert status.weights == wire.Weights("writing", 13, cell.main.incarnation)
     os.kill(next(engine.pid for engine in status.engines if engine.holds_arena), signal.SIGKILL)

@@ -71,6 +71,7 @@ def _register() -> None:
     place(f"{_SCHEDULER}.process_batch_result", engine.step_ends, HookType.BEFORE)
     place(f"{_SCHEDULER}.process_batch_result", engine.step_ended, HookType.AFTER)
     place(f"{_SCHEDULER}.flush_cache", engine.cache_flushed, HookType.AROUND)
+    place(f"{_SCHEDULER}.continue_generation", engine.generation_continues, HookType.BEFORE)
     place(_STREAMER, engine.tokens_go_out, HookType.BEFORE)
     for source in ("disk", "distributed", "tensor", "ipc"):
         place(f"{_UPDATER}.update_weights_from_{source}", engine.weights_updated, HookType.AROUND)

@@ -355,7 +355,12 @@ class Engine:
         if flushed:
             self._slots.forget()
             self._ledger.reserve(self._slots.keep_reserve())
+            self._weights.ended()
         return flushed
+
+    def generation_continues(self, scheduler: Any, *_: Any) -> None:
+        """Before Scheduler.continue_generation, with which callers that may not flush the cache end an update."""
+        self._weights.ended()
 
     def weights_updated(self, original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         """Around SGLang's weight updates; the loop is silent for as long as one takes."""

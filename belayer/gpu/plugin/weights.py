@@ -2,9 +2,10 @@
 
 The first engine loads them as SGLang always does, copies them into the arena and drops its own; later engines build
 the model without memory and map. Updates write in place: begin before the first write, commit once the engine would
-serve them. SGLang updates in one call or in many (buckets), so a version is committed when a call asks to flush the
-cache, which callers do last, or at the next forward pass: from then on tokens come from these weights. A crash before
-that leaves the version torn in the memory server, and torn weights are never served.
+serve them. SGLang updates in one call or in many (buckets) and is not told which is the last, so a version is committed
+only when the caller ends it: with a call that asks to flush the cache, with flush_cache, or with continue_generation.
+A forward pass before that gives tokens of the new version (as much of it as there is), but commits nothing. A crash
+before the end leaves the version torn in the memory server, and torn weights are never lent to another engine.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class _Update:
 
     def __init__(self, version: int) -> None:
         self.version = version
+        self.written = False
+        """Some of it has been written."""
         self.failed = False
         self.begin_s = self.write_s = 0.0
 
@@ -45,6 +48,7 @@ class Weights:
         self._link = link
         self.version = 0
         self._update: _Update | None = None
+        self._in_call = False
 
     # --- loading ------------------------------------------------------------------------------------------------
 
@@ -96,34 +100,51 @@ class Weights:
     def update(self, original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         """Around SGLang's update calls. One that fails after its first write leaves the version begun.
 
-        The next one may finish it; weights that are half of one version are not served (`are_used`).
+        The next one may finish it; if none does, the engine ends at the next forward pass (`are_used`).
         """
         named = str(getattr(recv_req, "weight_version", None) or "")
         began_s = time.monotonic()
         self._begin(int(named) if named.isdecimal() else None)
         writing_s = time.monotonic()
-        result = original(manager, recv_req)
+        self._in_call = True
+        try:
+            result = original(manager, recv_req)
+        finally:
+            self._in_call = False
         assert self._update is not None
         self._update.begin_s += writing_s - began_s
         self._update.write_s += time.monotonic() - writing_s
         nothing = not result.success and result.message.startswith(_NOTHING_WRITTEN)
         outcomes = set(self._link.ranks.all_say("done" if result.success else "nothing" if nothing else "half"))
         if outcomes == {"nothing"}:
-            self._update.version = self.version
-            self._commit_update()
-        elif outcomes != {"done"}:  # on any rank
+            if not self._update.written:
+                self._update.version = self.version
+                self._commit_update()
+            return result
+        self._update.written = True
+        if outcomes != {"done"}:  # on any rank
             self._update.failed = True
         elif getattr(recv_req, "flush_cache", False):
             self._commit_update()
         return result
 
+    def ended(self) -> None:
+        """The caller flushed the cache, or has generation go on: an update is whole, unless a part of it failed."""
+        if self._update is not None and not self._in_call and not self._update.failed:
+            self._commit_update()
+
     def are_used(self) -> None:
-        """A forward pass begins: weights that were updated and not yet committed are what is served from here on."""
+        """A forward pass begins: from here on tokens come from what has been written."""
         if self._update is not None and self._update.failed:
             _log.error("belayer: the update to version %d failed half way: this engine ends", self._update.version)
             os._exit(4)  # the memory server then says `torn`, and whoever watches starts another main
-        if self._update is not None:
-            self._commit_update()
+        if self._update is not None and self.version != self._update.version:
+            self.version = self._update.version
+            _log.warning(
+                "belayer: version %d is used before its update was ended: no shadow may take it over until there is a "
+                "call with flush_cache, /flush_cache or /continue_generation",
+                self.version,
+            )
 
     def _begin(self, version: int | None) -> None:
         if self._update is None:
