@@ -12,6 +12,7 @@ from belayer.journal.events import (
     HandoverCompleted,
     RecoveryStarted,
     StreamArchived,
+    WorkerDraining,
     WorkerEvent,
     WorkerReady,
     WorkerRegistered,
@@ -62,6 +63,8 @@ def problem_of(state: WorkerState, event: AnyEvent) -> Objection | None:
             return _engine_problem(state, event.incarnation, "is ready")
         case FailureDetected():
             return _known_problem(state, event.incarnation, "failed")
+        case WorkerDraining():
+            return _engine_problem(state, event.incarnation, "is to be replaced")
         case WorkerRemoved():
             return _known_problem(state, event.incarnation, "was removed")
         case RecoveryStarted():

@@ -3,7 +3,8 @@
 Handover: RecoveryStarted, promote the shadow (which proves that the old main can do no harm), HandoverCompleted and
 WorkerReady in one append. Without a shadow a new main is started instead. Arming another shadow is work of its own,
 begun by the notice of the handover, so that nobody waits for it. A main whose memory server is gone serves on without
-a shadow and is replaced, memory server and all, as soon as it is idle. A main that dies again soon after it was
+a shadow and is replaced, memory server and all, as soon as it is idle, or after `drain_s`; until then the journal calls
+it draining, so that new requests go to other workers. A main that dies again soon after it was
 replaced is taken for a sign of a failing GPU: its worker is excluded, and its requests go to other workers. An engine
 that no event names is removed by the reaper. An engine is called ready with the version of the weights that it has: the
 memory server's word, and where there is none the old main's version for a shadow, 0 for an engine started anew.
@@ -27,6 +28,7 @@ from belayer.journal.events import (
     FailureDetected,
     HandoverCompleted,
     RecoveryStarted,
+    WorkerDraining,
     WorkerReady,
     WorkerRegistered,
     WorkerRemoved,
@@ -36,8 +38,8 @@ from belayer.journal.writer import Reader, StreamWriter, take_over
 from belayer.observe import steps
 from belayer.projections.worker import EMPTY, EngineState, WorkerState, evolve, fold
 
-IDLE_S = 600.0
-"""How long a main whose memory server is gone may go on with requests before someone looks again."""
+DRAIN_S = 600.0
+"""How long a main whose memory server is gone may go on with the requests that it has."""
 _ASK_S = 5.0
 
 
@@ -65,10 +67,12 @@ class WorkerRecovery:
         by: str,
         patience_s: float = 0.0,
         relapse_s: float = 0.0,
+        drain_s: float = DRAIN_S,
     ) -> None:
         """`patience_s`: how long a step of a recovery that another has begun may take before it is taken for dead.
 
-        `relapse_s`: a second death of a main within that time excludes the worker; 0 never does.
+        `relapse_s`: a second death of a main within that time excludes the worker; 0 never does. `drain_s`: how long
+        a main that no shadow can take over may go on with the requests that it has.
         """
         self._store = store
         self._patience_s = patience_s
@@ -76,6 +80,7 @@ class WorkerRecovery:
         self._host_name = host_name
         self._by = by
         self._relapse_s = relapse_s
+        self._drain_s = drain_s
         self._arming: set[str] = set()
 
     async def start(self, name: str, run: str) -> WorkerState:
@@ -165,16 +170,24 @@ class WorkerRecovery:
                 await self._host.kill(process_of(engine))
 
     async def _renew(self, name: str, why: str) -> None:
-        """Replace a main that no shadow can take over, as soon as it is idle; it serves until then."""
+        """Replace a main that no shadow can take over: once it is idle or `drain_s` is over. It serves until then.
+
+        Requests that it has at the end of that time go on as after any failure, on the new main or another worker.
+        """
         state = await look(self._store, name)
-        if state.serving is None:
+        if (serving := state.serving) is None:
             return
-        if not await self._host.until_idle(process_of(state.serving), IDLE_S):
-            raise EngineFailedError(state.main, f"{why}, and it was not idle for {IDLE_S:.0f} s; it serves on")
-        with contextlib.suppress(FencedError):
-            writer, history = await take_over(self._store, ids.worker(name), self._by, only_at=state.sequence)
-            await writer.append(FailureDetected(state.main, "unreachable", f"{why}; replaced while idle", self._by))
-            await self._replace_main(name, history[-1].sequence + 1)
+        if not serving.draining:
+            writer, _ = await take_over(self._store, ids.worker(name), self._by, only_at=state.sequence)
+            await writer.append(WorkerDraining(state.main, why))
+        idle = await self._host.until_idle(process_of(serving), self._drain_s)
+        when = "while idle" if idle else f"after {self._drain_s:.0f} s, not idle"
+        now = await look(self._store, name)
+        if now.serving is None or now.main != state.main:
+            return
+        writer, history = await take_over(self._store, ids.worker(name), self._by, only_at=now.sequence)
+        await writer.append(FailureDetected(state.main, "unreachable", f"{why}; replaced {when}", self._by))
+        await self._replace_main(name, history[-1].sequence + 1)
 
     async def _arm(self, name: str) -> None:
         """Start a shadow, then register it: the slow part holds no epoch that a handover would wait for."""
@@ -241,9 +254,15 @@ def _relapse(history: Iterable[Recorded], within_s: float) -> str:
     state = EMPTY
     for recorded in history:
         event = recorded.event
-        if isinstance(event, FailureDetected) and event.incarnation == state.main and event.kind in ("died", "hung"):
+        if isinstance(event, FailureDetected) and event.incarnation == state.main and _is_death(state, event):
             deaths_ns.append(recorded.time_ns)
         state = evolve(state, recorded.sequence, event)
     if len(deaths_ns) < 2 or deaths_ns[-1] - deaths_ns[-2] > within_s * 1e9:
         return ""
     return f"a second main died within {(deaths_ns[-1] - deaths_ns[-2]) / 1e9:.1f} s (limit {within_s:.0f} s)"
+
+
+def _is_death(state: WorkerState, failed: FailureDetected) -> bool:
+    """Whoever sees it first says it: a gateway on another host calls a dead engine unreachable, as we one to renew."""
+    renewed = failed.kind == "unreachable" and state.engines[failed.incarnation].draining != ""
+    return failed.kind in ("died", "hung", "unreachable") and not renewed

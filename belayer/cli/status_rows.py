@@ -218,6 +218,8 @@ def _engine_rows(watched: _Watched[worker.WorkerState], now_ns: int) -> list[Eng
             if incarnation == excluded
             else "recovering"
             if incarnation == state.main and state.recovering
+            else "draining"
+            if engine.draining and engine.status == "ready"
             else engine.status,
             weight_version=engine.weight_version,
             address=engine.registered.address,

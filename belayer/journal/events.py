@@ -239,6 +239,13 @@ class HandoverCompleted(Event, frozen=True, array_like=True, tag="handover-compl
     adopted_tokens: int = 0
 
 
+class WorkerDraining(Event, frozen=True, array_like=True, tag="worker-draining"):
+    """The incarnation serves, but is to be replaced: new requests go to another worker if one can serve them."""
+
+    incarnation: str
+    reason: str
+
+
 class WorkerRemoved(Event, frozen=True, array_like=True, tag="worker-removed"):
     """The incarnation's process is gone and nobody will start it again."""
 
@@ -314,7 +321,7 @@ SandboxEvent = (
     | SandboxRestored
     | SandboxRemoved
 )
-WorkerEvent = WorkerRegistered | WorkerReady | HandoverCompleted | WorkerRemoved
+WorkerEvent = WorkerRegistered | WorkerReady | HandoverCompleted | WorkerDraining | WorkerRemoved
 RunEvent = RunStarted | RunFinished | WeightsPublished | TrainerCheckpointed
 CommonEvent = EpochStarted | FailureDetected | RecoveryStarted | StreamArchived
 AnyEvent = TrajectoryEvent | SandboxEvent | WorkerEvent | RunEvent | CommonEvent

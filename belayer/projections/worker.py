@@ -18,6 +18,7 @@ from belayer.journal.events import (
     FailureDetected,
     HandoverCompleted,
     RecoveryStarted,
+    WorkerDraining,
     WorkerReady,
     WorkerRegistered,
     WorkerRemoved,
@@ -33,6 +34,8 @@ class EngineState(msgspec.Struct, frozen=True):
     status: EngineStatus = "starting"
     weight_version: int = 0
     evidence: str = ""
+    draining: str = ""
+    """Why it is to be replaced although it serves; empty when it is not."""
 
 
 class WorkerState(msgspec.Struct, frozen=True):
@@ -108,6 +111,8 @@ def evolve(state: WorkerState, sequence: int, event: AnyEvent) -> WorkerState:
                 recovering=False,
                 handovers=state.handovers + 1,
             )
+        case WorkerDraining():
+            return replace(state, sequence=sequence, engines=_with(state, event.incarnation, draining=event.reason))
         case WorkerRemoved():
             return replace(state, sequence=sequence, engines=_with(state, event.incarnation, status="removed"))
         case EpochStarted():

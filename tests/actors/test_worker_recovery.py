@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from belayer import ids
 from belayer.actors.detector import Detector
 from belayer.actors.reports import report_engine_failure
 from belayer.actors.worker_recovery import WorkerRecovery, look, process_of
-from belayer.errors import FencedError, WrongSequenceError
+from belayer.errors import FencedError, UnguardedMainError, WrongSequenceError
 from belayer.gpu.protocol import EngineProcess, Handover
 from belayer.gpu.recorded_host import RecordedEngineHost
 from belayer.gpu.recorded_prefix import ASSISTANT, END, USER, TokenRecording
@@ -32,6 +33,25 @@ async def engines(tmp_path: Path) -> AsyncIterator[RecordedEngineHost]:
     recording = TokenRecording("r", [USER, 1, END, ASSISTANT], [[2, END]])
     (tmp_path / "r.recording.json").write_bytes(msgspec.json.encode(recording))
     yield RecordedEngineHost(tmp_path, tmp_path / "log", owner_pid=os.getpid())
+
+
+class Unguarded(RecordedEngineHost):
+    """Engines whose memory server is gone; the main is never idle."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, folder / "log", owner_pid=os.getpid())
+        self.asked: asyncio.Queue[float] = asyncio.Queue()
+        self.may_go_on = asyncio.Event()
+
+    async def start(self, incarnation: str, role: Literal["main", "shadow"]) -> EngineProcess:
+        if role == "shadow":
+            raise UnguardedMainError(incarnation, "cannot stand by")
+        return await super().start(incarnation, role)
+
+    async def until_idle(self, engine: EngineProcess, timeout_s: float) -> bool:
+        self.asked.put_nowait(timeout_s)
+        await self.may_go_on.wait()
+        return False
 
 
 class Trained(RecordedEngineHost):
@@ -91,23 +111,27 @@ async def test_many_recoveries_at_once_hand_over_once(engines: RecordedEngineHos
     assert not is_alive(main.pid, main.pid_start_ticks)
 
 
-async def test_a_second_death_soon_after_excludes_the_worker(engines: RecordedEngineHost) -> None:
+@pytest.mark.parametrize("second", ["died", "unreachable"])
+async def test_a_second_death_soon_after_excludes_the_worker(
+    engines: RecordedEngineHost, second: Literal["died", "unreachable"]
+) -> None:
+    """The second one is said by the detector, or by a gateway on another host that was faster."""
     store = MemoryStore()
     recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab", relapse_s=600.0)
     await recovery.start("w", "run")
     await recover(recovery)
     try:
-        for _ in range(2):
+        for kind in ("died", second):
             main = (await look(store, "w")).engines[(await look(store, "w")).main].registered
             os.kill(main.pid, signal.SIGKILL)
-            await report_engine_failure(store, "w", main.incarnation, "died", "killed", "test")
+            await report_engine_failure(store, "w", main.incarnation, kind, "killed", "test")
             await recover(recovery)
         state = await look(store, "w")
         assert state.handovers == 1 and state.serving is None
         assert "a second main died within" in state.excluded
         history = [recorded.event for recorded in await Reader(store, ids.worker("w")).catch_up()]
         failures = [event.kind for event in history if isinstance(event, FailureDetected)]
-        assert failures == ["died", "died", "gpu"]
+        assert failures == ["died", second, "gpu"]
         assert {engine.status for engine in state.engines.values()} == {"removed"}
         for engine in state.engines.values():
             assert not is_alive(engine.registered.pid, engine.registered.pid_start_ticks)
@@ -168,6 +192,42 @@ async def test_an_engine_is_called_ready_with_the_version_that_memory_holds(tmp_
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+        await _kill_all(engines, await look(store, "w"))
+
+
+async def test_a_main_without_its_memory_server_is_drained_for_a_while_and_then_replaced(tmp_path: Path) -> None:
+    recording = TokenRecording("r", [USER, 1, END, ASSISTANT], [[2, END]])
+    (tmp_path / "r.recording.json").write_bytes(msgspec.json.encode(recording))
+    engines = Unguarded(tmp_path)
+    store = MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab", relapse_s=600.0, drain_s=90.0)
+    try:
+        first = (await recovery.start("w", "run")).serving
+        assert first is not None
+        renewing = asyncio.create_task(recover(recovery))
+        assert await asyncio.wait_for(engines.asked.get(), 10) == 90.0
+        draining = (await look(store, "w")).serving
+        assert draining is not None and "cannot stand by" in draining.draining, "it serves on"
+        engines.may_go_on.set()
+        await asyncio.wait_for(renewing, 30)
+        second = (await look(store, "w")).serving
+        assert (
+            second is not None and not second.draining and second.registered.incarnation != first.registered.incarnation
+        )
+        assert not is_alive(first.registered.pid, first.registered.pid_start_ticks)
+        assert (
+            "replaced after 90 s, not idle" in (await look(store, "w")).engines[first.registered.incarnation].evidence
+        )
+        os.kill(second.registered.pid, signal.SIGKILL)
+        await report_engine_failure(store, "w", second.registered.incarnation, "died", "killed", "test")
+        engines.may_go_on.clear()
+        again = asyncio.create_task(recover(recovery))
+        await asyncio.wait_for(engines.asked.get(), 30)
+        state = await look(store, "w")
+        assert state.serving is not None and not state.excluded, "the first one did not die of itself"
+        engines.may_go_on.set()
+        await asyncio.wait_for(again, 30)
+    finally:
         await _kill_all(engines, await look(store, "w"))
 
 

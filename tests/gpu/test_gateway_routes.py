@@ -13,10 +13,11 @@ import pytest
 from belayer import ids
 from belayer.actors.reports import report_engine_failure
 from belayer.actors.worker_recovery import look
-from belayer.journal.events import GenerationResumed, GenerationStarted, WeightsPublished, WorkerReady
+from belayer.journal.events import GenerationResumed, GenerationStarted, WeightsPublished, WorkerDraining, WorkerReady
 from belayer.journal.writer import take_over
 from belayer.weights import publish_weights
 from tests.gpu.gateway_site import PROMPT, TURN, Site, site
+from tests.waiting import until
 
 WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}}
 
@@ -89,6 +90,28 @@ async def test_after_a_handover_the_gateway_goes_on_with_the_published_weights(t
             os.kill(await made.main_pid(), signal.SIGKILL)
             await stream.read()
         assert stream.tokens == TURN
+
+
+async def test_an_engine_that_is_to_be_replaced_gets_new_requests_only_if_no_other_serves(two: Site) -> None:
+    async with two.gateway("w1 w2") as client:
+        async with client.stream(**WHOLE, rid="a") as stream:
+            await stream.read(20)
+            [place] = await served_by(two, "a")
+            other = "w2" if place == "w1" else "w1"
+            main = (await look(two.store, place)).main
+            writer, _ = await take_over(two.store, ids.worker(place), "recovery")
+            await writer.append(WorkerDraining(main, "its memory server is gone"))
+            served = client.served
+            assert served is not None
+            await until(lambda: served.workers.states[place].engines[main].draining, what="the news")
+            short = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+            await asyncio.gather(*(client.ask(**short, rid=f"b{number}") for number in range(8)))
+            assert {at for number in range(8) for at in await served_by(two, f"b{number}")} == {other}
+            await stream.read()
+        assert stream.tokens == TURN and await served_by(two, "a") == [place], "it stays where it is"
+        await report_engine_failure(two.store, other, (await look(two.store, other)).main, "hung", "silent", "test")
+        await until(lambda: served.workers.states[other].serving is None, what="the news")
+        assert (await client.ask(**short, rid="c")).status == 200 and await served_by(two, "c") == [place]
 
 
 async def test_a_running_request_stays_when_new_weights_come_and_says_which_it_had(two: Site) -> None:

@@ -64,6 +64,7 @@ EXAMPLES: list[AnyEvent] = [
     events.WorkerRegistered("w-1", "main", "host", 19, 12347, "http://127.0.0.1:1", "run"),
     events.WorkerReady("w-1", 5),
     events.HandoverCompleted("w-1", "w-2", 0.2, {"fence": 0.05, "adopt": 0.01}, 4096),
+    events.WorkerDraining("w-1", "its memory server is gone"),
     events.WorkerRemoved("w-1", "finished"),
     events.RunStarted("host", 1, 12, "everysec", "0.1.0"),
     events.RunFinished("done"),

@@ -99,18 +99,24 @@ class Workers:
         """The engine for this key: always the same one while it serves, so that its cache is warm.
 
         `avoid`: incarnations, and until when (monotonic). A worker whose shadow is about to take over is waited for
-        before another is taken. RefusedError (503) when there is no engine within `wait_s`.
+        before another is taken. An engine that is to be replaced is taken only if there is no other. RefusedError (503)
+        when there is no engine within `wait_s`.
         """
         order = sorted(self.states, key=lambda name: hashlib.blake2b(f"{key}/{name}".encode()).digest())
         begun = time.monotonic()
         while True:
             now = time.monotonic()
+            draining: Route | None = None
             for name in order:
                 route = self.route(name)
                 if route is not None and avoid.get(route.incarnation, 0.0) <= now:
-                    return route
-                if now < begun + handover_wait_s and self.states[name].shadow is not None:
+                    if not route.engine.draining:
+                        return route
+                    draining = draining or route
+                elif now < begun + handover_wait_s and self.states[name].shadow is not None:
                     break
+            if draining is not None:
+                return draining
             if now >= begun + wait_s:
                 raise later("no_engine", f"{self._why()}; the same request may be made again", 2)
             due = [begun + wait_s, begun + handover_wait_s, *avoid.values()]
