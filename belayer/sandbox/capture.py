@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
 from belayer.processes import is_alive
-from belayer.sandbox import lazy, memory, probe, watches
+from belayer.sandbox import given, lazy, memory, probe, watches
 from belayer.sandbox.blobs import image_path, keys_of, layer_path
 from belayer.sandbox.captured import Captured
 from belayer.sandbox.containers import Container
@@ -30,6 +30,7 @@ from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture
 from belayer.sandbox.machine import this_machine
 from belayer.sandbox.manifest import (
+    EDITED,
     IMAGES,
     LAYER,
     LAYER_INDEX,
@@ -37,6 +38,7 @@ from belayer.sandbox.manifest import (
     RUNNER_STATE,
     Manifest,
     boot_id,
+    read_edited,
     read_manifest,
     sizes_and_digests,
     write_manifest,
@@ -83,8 +85,10 @@ class Capture:
         self._hold = hold
         self._owner = home.owner(incarnation.name)
         self._traits = "" if self._owner is None else self._owner.traits
+        self._given = {} if self._owner is None else self._owner.given
         self._cancelled = threading.Event()
         self._noise = ""
+        self._edited = given.Edited({}, b"")
         self._mounts: dict[str, str] = {}
         self._frozen_at = 0.0
         self._probe = probe.Probe({})
@@ -109,6 +113,10 @@ class Capture:
         freezer.thaw()  # a dead checkpointer's
         self._refuse_outsiders(freezer.processes())
         self._await_idle()
+        try:
+            given.read(self._container.given, self._container.volumes)
+        except OSError as error:
+            raise CheckpointRefusedError(self._incarnation.name, str(error)) from None
         try:
             if self._hold:
                 self._freeze(freezer)
@@ -155,16 +163,28 @@ class Capture:
         if known.checkpoint != self._since or not self._was_quiet() or self._noise_among(freezer.processes()):
             return 0.0
         try:
-            if not is_unchanged(self._container.upper, known):
+            if not (is_unchanged(self._container.upper, known) and self._as_saved()):
                 return 0.0
             held = self._freeze(freezer)
-            same = not self._noise_among(held) and is_unchanged(self._container.upper, known)
+            same = not self._noise_among(held) and is_unchanged(self._container.upper, known) and self._as_saved()
             return time.monotonic() - self._frozen_at if same else 0.0
         except OSError as error:
             raise CheckpointFailedError(self._name, str(error)) from None
         finally:
             if not self._hold:
                 freezer.thaw()
+
+    def _as_saved(self) -> bool:
+        """Whether the files that Docker binds are those that the earlier checkpoint brings back."""
+        folder = self._home.checkpoint(self._since)
+        try:
+            saved = read_edited(folder, read_manifest(folder)) or given.Edited({}, b"")
+        except RestoreFailedError:
+            return False
+        return given.read(self._container.given, self._container.volumes) == saved.here(self._given)
+
+    def _look_at_given(self) -> None:
+        self._edited = given.edited(self._given, given.read(self._container.given, self._container.volumes))
 
     def _was_quiet(self) -> bool:
         """Whether the earlier checkpoint is there, whole, and nothing but files and a runner with the same traits."""
@@ -187,6 +207,7 @@ class Capture:
             if self._noise:
                 return 0.0
             layer.settle(())
+            self._look_at_given()
         finally:
             freezer.thaw()
         return time.monotonic() - self._frozen_at
@@ -220,6 +241,7 @@ class Capture:
             def before_release() -> None:
                 self._stop_if_cancelled()
                 layer.settle(mapped_inodes(held, devices))
+                self._look_at_given()
                 if copy is not None:
                     copy.complete(images, messages)
 
@@ -315,6 +337,8 @@ class Capture:
                 keep_eager(folder / IMAGES, self._criu.image_messages())
         else:
             (folder / RUNNER_STATE).write_bytes(self._runner)
+        if self._edited.files:
+            (folder / EDITED).write_bytes(self._edited.encode())
         (folder / LAYER_INDEX).write_bytes(captured.encode())
         manifest = Manifest(
             checkpoint=self._name,
@@ -330,7 +354,7 @@ class Capture:
             traits=self._traits,
             mounts=self._mounts,
             images=sizes_and_digests(sorted((folder / IMAGES).iterdir())),
-            notes=sizes_and_digests(folder / name for name in (RUNNER_STATE, PROBE, LAYER_INDEX)),
+            notes=sizes_and_digests(folder / name for name in (RUNNER_STATE, PROBE, EDITED, LAYER_INDEX)),
             layer_entries=len(captured.entries),
             layer_bytes=captured.size_bytes,
             layer_digest=captured.digest,

@@ -51,6 +51,8 @@ class Container:
     merged: Path
     volumes: tuple[str, ...]
     """Where folders of the host and volumes are mounted, but ours: what a checkpoint leaves out."""
+    given: Path
+    """Docker's folder of it, with the files that it binds (`given.py`)."""
 
 
 class Containers:
@@ -60,6 +62,7 @@ class Containers:
         self._home = home
         self._client: docker.APIClient | None = None
         self._runtime: Runtime | None = None
+        self._root: Path | None = None
 
     def check(self) -> None:
         """HostUnfitError unless Docker is there, uses overlay2 and knows our runtime."""
@@ -162,6 +165,7 @@ class Containers:
             image_digest=found["Image"],
             upper=Path(layers["UpperDir"]),
             merged=Path(layers["MergedDir"]),
+            given=self._docker_root() / "containers" / found["Id"],
             volumes=tuple(
                 sorted(to for each in found["Mounts"] if not (to := each["Destination"]).startswith(f"{MOUNT_POINT}/"))
             ),
@@ -197,6 +201,11 @@ class Containers:
         if self._runtime is None:
             self._runtime = Runtime(Path(self._info()["Runtimes"][RUNTIME]["path"]))
         return self._runtime
+
+    def _docker_root(self) -> Path:
+        if self._root is None:
+            self._root = Path(self._info()["DockerRootDir"])
+        return self._root
 
     def _info(self) -> dict[str, Any]:
         with self._errors():

@@ -1,8 +1,9 @@
 """Holds a restore at the moment when all is in place and no process has run, to compare it with what was captured.
 
-CRIU calls a script at its steps (`action-script`, criu(8)); at `pre-resume` ours says so through one pipe and waits for
-leave to go on at another. Processes that are not what they were are killed before leave is given: none of them ever
-runs. A script whose restorer has died waits until the container is removed, which ends it (`tree.kill_users_of`).
+CRIU calls a script at its steps (`action-script`, criu(8)). At `pre-restore`, before anything, and at `pre-resume` ours
+says so through one pipe and waits for leave to go on at another. Processes that are not what they were are killed
+before leave is given: none of them ever runs. A script whose restorer has died waits until the container is removed,
+which ends it (`tree.kill_users_of`).
 """
 
 from __future__ import annotations
@@ -10,32 +11,43 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from belayer.errors import RestoreMismatchError
+from belayer.errors import RestoreMismatchError, SandboxError
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.probe import Probe, difference
 from belayer.sandbox.tree import kill_traced, outsiders
 
 SCRIPT = """#!/bin/sh
-[ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
-echo "$CRTOOLS_INIT_PID" > "{work}/restored"
+case "$CRTOOLS_SCRIPT_ACTION" in
+  pre-restore | pre-resume) ;;
+  *) exit 0 ;;
+esac
+echo "$CRTOOLS_SCRIPT_ACTION ${{CRTOOLS_INIT_PID:-0}}" > "{work}/restored"
 read -r leave < "{work}/leave"
+[ "$leave" = yes ]
 """
+END = b"end"
 
 
 class Gate:
     """A context manager around a restore whose CRIU logs to `work`. RestoreMismatchError, at its end, instead of
     whatever the failed restore raised."""
 
-    def __init__(self, checkpoint: str, expected: Probe, work: Path, memory: bool) -> None:
-        """`memory`: whether pages are there before the processes run."""
+    def __init__(
+        self, checkpoint: str, expected: Probe, work: Path, memory: bool, prepare: Callable[[], object]
+    ) -> None:
+        """`memory`: whether pages are there before the processes run. `prepare`: called when Docker has done its part
+        and CRIU has not begun; an error of it ends the restore and is raised at the end."""
         self._checkpoint = checkpoint
         self._expected = expected
         self._work = work
         self._memory = memory
         self._found: tuple[str, str, str] | None = None
+        self._prepare = prepare
+        self._failure: OSError | SandboxError | None = None
         self._watch = threading.Thread(target=self._run, name=f"gate of {checkpoint}", daemon=True)
 
     @property
@@ -58,21 +70,32 @@ class Gate:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.write(self._restored, b"0\n")  # should CRIU not have come so far
+        os.write(self._restored, END + b"\n")  # should CRIU not have come so far
         self._watch.join()
         os.close(self._restored)
         os.close(self._leave)
         if self._found is not None:
             raise RestoreMismatchError(self._checkpoint, *self._found) from None
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
-        select.select([self._restored], [], [])
-        init = int(os.read(self._restored, 64).split()[0])
-        if init:
+        while True:
+            select.select([self._restored], [], [])
+            step, *pid = os.read(self._restored, 64).splitlines()[0].split()
+            if step == END:
+                return
+            leave = b"no\n"
             try:
-                self._compare(init)
+                if step == b"pre-restore":
+                    self._prepare()
+                else:
+                    self._compare(int(pid[0]))
+                leave = b"yes\n"
+            except (OSError, SandboxError) as error:
+                self._failure = error
             finally:
-                os.write(self._leave, b"\n")
+                os.write(self._leave, leave)
 
     def _compare(self, init: int) -> None:
         self._found = ("the comparison", "whole", "cut short")  # unless it comes to its end

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -16,16 +17,17 @@ import msgspec
 
 from belayer.errors import RestoreFailedError, SandboxFailedError
 from belayer.processes import host_name, is_alive, start_ticks
-from belayer.sandbox import lazy
+from belayer.sandbox import given, lazy
 from belayer.sandbox.apply import apply
 from belayer.sandbox.captured import rebase
 from belayer.sandbox.containers import Container, Containers
 from belayer.sandbox.control import make_folder
 from belayer.sandbox.docker_sandbox import DockerSandbox
 from belayer.sandbox.gate import Gate
+from belayer.sandbox.given import Edited
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import fill
-from belayer.sandbox.manifest import IMAGES, LAYER, RUNNER_STATE, Manifest, read_index, read_probe
+from belayer.sandbox.manifest import IMAGES, LAYER, RUNNER_STATE, Manifest, read_edited, read_index, read_probe
 from belayer.sandbox.mounts import criu_settings
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import Incarnation
@@ -48,9 +50,10 @@ class Maker:
         """A started container of the image, whose runner answers."""
         made = await _to_its_end(self._make, name, owner, None)
         here = _incarnation(await _to_its_end(self._containers.start, made.id))
+        self._give(name, made)
         async with DockerSandbox(self._home, here) as sandbox:
             await sandbox.ping(PROBE_S)
-        self._note(owner, here)
+        self._note(here)
         return here
 
     async def restored(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest, action: int) -> Incarnation:
@@ -58,24 +61,38 @@ class Maker:
         here = await _to_its_end(self._restore, name, owner, checkpoint, manifest)
         await self._probe(here, checkpoint, manifest, action)
         if manifest.quiet:
-            self._note(owner, here)
+            self._note(here)
         return here
 
     async def from_spare(
         self, spare: str, name: str, owner: Owner, checkpoint: Path, manifest: Manifest, action: int
     ) -> Incarnation | None:
         """The same from a spare container, for a quiet checkpoint. None when somebody else has taken the spare."""
-        here = await _to_its_end(self._take, spare, name, owner, checkpoint)
+        here = await _to_its_end(self._take, spare, name, owner, checkpoint, manifest)
         if here is not None:
             await self._probe(here, checkpoint, manifest, action)
         return here
 
     # --- steps ---
 
-    def _note(self, owner: Owner, here: Incarnation) -> None:
+    def _note(self, here: Incarnation) -> None:
         """What the container is like while nobody but the runner is in it."""
-        found = traits(here.pid, owner.spec.tmpfs)
-        self._home.set_owner(here.name, msgspec.structs.replace(owner, container_id=here.container_id, traits=found))
+        owner = self._owner(here.name)
+        self._home.set_owner(here.name, msgspec.structs.replace(owner, traits=traits(here.pid, owner.spec.tmpfs)))
+
+    def _give(self, name: str, made: Container, edited: Edited | None = None) -> None:
+        """Note what Docker has given to the container that starts, then give it what the checkpoint holds instead."""
+        found = given.read(made.given, made.volumes)
+        self._home.set_owner(name, msgspec.structs.replace(self._owner(name), given=found))
+        if edited is not None:
+            now = edited.here(found)
+            given.put(made.given, {file: now[file] for file in edited.files})
+
+    def _owner(self, name: str) -> Owner:
+        owner = self._home.owner(name)
+        if owner is None:
+            raise SandboxFailedError(name, "its folder is gone")
+        return owner
 
     def _make(self, name: str, owner: Owner, action: int | None) -> Container:
         self._home.make_run_folder(name, owner)
@@ -86,16 +103,20 @@ class Maker:
         return made
 
     def _restore(self, name: str, owner: Owner, checkpoint: Path, manifest: Manifest) -> Incarnation:
+        edited = read_edited(checkpoint, manifest)
         made = self._make(name, owner, None if manifest.quiet else manifest.action)
         fill(checkpoint / LAYER, made.upper)
         self._rebase(name, checkpoint, made.upper)
         if manifest.quiet:
-            return _incarnation(self._containers.start(made.id))
+            here = _incarnation(self._containers.start(made.id))
+            self._give(name, made, edited)
+            return here
         work = self._home.restore_folder(name)
         work.mkdir(mode=0o700)
         images = checkpoint / IMAGES
         lazily = lazy.is_worth_it(size for image, (size, _) in manifest.images.items() if image.startswith("pages-"))
-        with Gate(checkpoint.name, read_probe(checkpoint), work, memory=not lazily) as gate:
+        give = partial(self._give, name, made, edited)
+        with Gate(checkpoint.name, read_probe(checkpoint), work, memory=not lazily, prepare=give) as gate:
             (work / "criu.conf").write_text(criu_settings(manifest.mounts, made.id, work / "empty") + gate.settings)
             if lazily:
                 lazy.start(self._home.criu / "criu", images, work, made.id)
@@ -104,10 +125,11 @@ class Maker:
             lazy.watch_over(work, here.pid)
         return here
 
-    def _take(self, spare: str, name: str, owner: Owner, checkpoint: Path) -> Incarnation | None:
+    def _take(self, spare: str, name: str, owner: Owner, checkpoint: Path, manifest: Manifest) -> Incarnation | None:
         before = self._home.owner(spare)
         if before is None or not before.traits:
             return None
+        edited = read_edited(checkpoint, manifest)
         taken = msgspec.structs.replace(owner, container_id=before.container_id, traits=before.traits)
         if not self._home.hand_over(spare, name, taken):
             return None
@@ -118,6 +140,7 @@ class Maker:
         if not is_alive(here.pid, here.pid_start_ticks):
             raise SandboxFailedError(name, "the spare container ended")
         self._rebase(name, checkpoint, found.upper)
+        self._give(name, found, edited)
         return here
 
     def _rebase(self, name: str, checkpoint: Path, upper: Path) -> None:

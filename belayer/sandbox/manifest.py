@@ -9,6 +9,7 @@ import msgspec
 
 from belayer.errors import RestoreFailedError
 from belayer.sandbox.captured import Captured, digest_of, file_digest
+from belayer.sandbox.given import Edited
 from belayer.sandbox.machine import Machine
 from belayer.sandbox.probe import Probe
 
@@ -22,6 +23,8 @@ RUNNER_STATE = "runner.json"
 """What a fresh runner must know to go on, when the container was quiet."""
 PROBE = "probe.json"
 """What the processes were like, when there were any but the idle runner."""
+EDITED = "edited.json"
+"""The files of Docker's own that the container had changed, if it had."""
 LAYER_INDEX = "layer.index"
 """What a capture after a restore may reuse."""
 CHECKED_BYTES = 16 << 20
@@ -59,7 +62,7 @@ class Manifest(msgspec.Struct, frozen=True):
     machine: Machine | None = None
     """What restores it must be like this one, if there are processes in it."""
     notes: dict[str, tuple[int, str]] = {}
-    """RUNNER_STATE, PROBE and LAYER_INDEX, as far as there are: name -> (bytes, digest)."""
+    """RUNNER_STATE, PROBE, EDITED and LAYER_INDEX, as far as there are: name -> (bytes, digest)."""
 
     @property
     def quiet(self) -> bool:
@@ -85,6 +88,16 @@ def read_probe(folder: Path) -> Probe:
         return Probe.decode((folder / PROBE).read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
         raise RestoreFailedError(folder.name, f"{PROBE} cannot be read: {error}") from None
+
+
+def read_edited(folder: Path, manifest: Manifest) -> Edited | None:
+    """The files of Docker's own that it holds; None when it holds none. RestoreFailedError when they are unreadable."""
+    if EDITED not in manifest.notes:
+        return None
+    try:
+        return Edited.decode((folder / EDITED).read_bytes())
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RestoreFailedError(folder.name, f"{EDITED} cannot be read: {error}") from None
 
 
 def sizes_and_digests(files: Iterable[Path]) -> dict[str, tuple[int, str]]:

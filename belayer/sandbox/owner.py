@@ -7,6 +7,7 @@ import hashlib
 import msgspec
 
 from belayer.journal.events import SandboxSpec
+from belayer.sandbox.given import Files
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -20,6 +21,9 @@ class Owner(msgspec.Struct, frozen=True):
     """Empty until Docker has named it."""
     traits: str = ""
     """What its process 1 was like when it was fresh (`quiet.py`); empty until it answers."""
+
+    given: Files = {}
+    """What Docker wrote into the files that it binds (`given.py`)."""
 
     @property
     def key(self) -> str:
