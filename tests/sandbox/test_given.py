@@ -19,8 +19,6 @@ sandbox = pytest.mark.sandbox
 KINDS = pytest.mark.parametrize(
     "background", ["", "tail -f /etc/hosts > /dev/null & "], ids=["quiet", "with a process"]
 )
-    "background", ["", "tail -f /etc/hosts > /dev/null & "], ids=["quiet", "with a process"]
-)
 EDIT = (
     "echo 10.0.0.1 db >> /etc/hosts; echo nameserver 9.9.9.9 > /etc/resolv.conf; chmod 640 /etc/resolv.conf; "
     "chown 1:2 /etc/hostname; touch -d 2001-01-01 /etc/hostname"
