@@ -7,35 +7,100 @@ Linux, arch/*/syscalls and include/uapi/asm-generic/unistd.h.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 CALLS = {"x86_64": (314, 315, 251, 252), "aarch64": (274, 275, 30, 31)}
 """sched_setattr and sched_getattr, ioprio_set and ioprio_get."""
-FILES = ("coredump_filter", "timerslack_ns")
+OF_THREADS = ("cpus", "io_priority")
+FILES = ("coredump_filter", "timerslack_ns", "oom_score_adj")
+NEVER_USUAL = "oom_score_adj"
+"""CRIU writes only one that is not 0, and what it starts from is the restorer's own: containerd's shims have 1."""
+ALL = (*OF_THREADS, "scheduling", *FILES)
 SCHED_BYTES = 56
 IOPRIO_WHO_PROCESS = 1
 
 
-def of(pid: int) -> dict[str, str]:
-    """The attributes of the process or thread. OSError when it is gone."""
-    found = {
-        "cpus": ",".join(map(str, sorted(os.sched_getaffinity(pid)))),
-        "scheduling": _scheduling(pid),
-        "io_priority": str(_call(_number(3), IOPRIO_WHO_PROCESS, pid)),
-    }
-    for name in FILES:
-        found[name] = Path(f"/proc/{pid}/{name}").read_text().strip()
+def of(pid: int, names: Iterable[str]) -> dict[str, str]:
+    """These attributes of the process or thread. OSError when it is gone."""
+    return {name: _one(pid, name) for name in names}
+
+
+def _one(pid: int, name: str) -> str:
+    if name == "cpus":
+        return ",".join(map(str, sorted(os.sched_getaffinity(pid))))
+    if name == "scheduling":
+        return _scheduling(pid)
+    if name == "io_priority":
+        return str(_call(_number(3), IOPRIO_WHO_PROCESS, pid))
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text().strip()
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ESRCH):  # a zombie
+            return ""
+        raise
+
+
+def unusual(pids: Iterable[int], usual: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """What the processes' threads have that is not as usual, by the thread ids that the container sees.
+
+    The processes (host pids) must not move meanwhile. What all threads of a process share is under the first one's id.
+    """
+    found: dict[int, dict[str, str]] = {}
+    for thread, names in _threads(pids):
+        own = {
+            name: value for name, value in of(thread, names).items() if name == NEVER_USUAL or usual.get(name) != value
+        }
+        if own:
+            found[_inside(thread)] = own
     return found
+
+
+def give(pids: Iterable[int], own: Mapping[int, Mapping[str, str]]) -> None:
+    """Give to the threads of processes that CRIU has made again what `unusual` said of them. OSError when it cannot.
+
+    Of processors that this machine or container lacks the others are taken; if there is none, all of them.
+    """
+    if not own:
+        return
+    for thread, _ in _threads(pids):
+        for name, value in own.get(_inside(thread), {}).items():
+            if name == "cpus":
+                there = os.sched_getaffinity(thread)
+                os.sched_setaffinity(thread, {int(cpu) for cpu in value.split(",")} & there or there)
+            elif name == "io_priority":
+                _call(_number(2), IOPRIO_WHO_PROCESS, thread, int(value))
+            elif _one(thread, name) != value:
+                written = f"0x{value}" if name == "coredump_filter" else value
+                Path(f"/proc/{thread}/{name}").write_text(written)
+
+
+def _threads(pids: Iterable[int]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Each thread, and which attributes are its own. Processes that have ended are left out."""
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208, a Path is slow
+                yield int(task), (*OF_THREADS, *FILES) if int(task) == pid else OF_THREADS
+
+
+def _inside(thread: int) -> int:
+    """The id by which the container knows the thread."""
+    for line in Path(f"/proc/{thread}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    raise OSError(f"/proc/{thread}/status names no NSpid")
 
 
 def enter(namespace: Path, kind: int) -> None:
     """setns(2) for this thread."""
     fd = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(fd, kind) != 0:
+        if _libc().setns(fd, kind) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(namespace))
     finally:
         os.close(fd)
@@ -48,6 +113,11 @@ def _scheduling(pid: int) -> str:
     return " ".join(map(str, struct.unpack("=IIQiIQQQII", buffer.raw)[1:]))
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _number(which: int) -> int:
     machine = os.uname().machine
     if machine not in CALLS:
@@ -56,8 +126,7 @@ def _number(which: int) -> int:
 
 
 def _call(number: int, *arguments: object) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    done = libc.syscall(number, *arguments)
+    done = _libc().syscall(number, *arguments)
     if done < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return done

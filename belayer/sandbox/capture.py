@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
 from belayer.processes import is_alive
-from belayer.sandbox import given, lazy, memory, probe, watches
+from belayer.sandbox import attributes, given, lazy, memory, probe, watches
 from belayer.sandbox.blobs import image_path, keys_of, layer_path
 from belayer.sandbox.captured import Captured
 from belayer.sandbox.containers import Container
@@ -47,7 +47,7 @@ from belayer.sandbox.mapped import mapped_inodes
 from belayer.sandbox.mounts import external_mounts
 from belayer.sandbox.obstacles import obstacle
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
-from belayer.sandbox.quiet import noise
+from belayer.sandbox.quiet import attributes_in, noise
 from belayer.sandbox.tree import described, is_dying, outsiders
 from belayer.sandbox.unchanged import is_unchanged
 
@@ -236,7 +236,8 @@ class Capture:
                 if copy is not None:
                     copy.begin(held)
                 self._refuse_obstacles(held, held=False)
-                self._probe = probe.take(held)
+                unusual = attributes.unusual(held, attributes_in(self._traits))
+                self._probe = probe.Probe(probe.take(held).processes, unusual)
 
             def before_release() -> None:
                 self._stop_if_cancelled()

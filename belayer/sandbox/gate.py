@@ -1,9 +1,9 @@
 """Holds a restore at the moment when all is in place and no process has run, to compare it with what was captured.
 
 CRIU calls a script at its steps (`action-script`, criu(8)). At `pre-restore`, before anything, and at `pre-resume` ours
-says so through one pipe and waits for leave to go on at another. Processes that are not what they were are killed
-before leave is given: none of them ever runs. A script whose restorer has died waits until the container is removed,
-which ends it (`tree.kill_users_of`).
+says so through one pipe and waits for leave to go on at another. What CRIU does not keep of the processes is given to
+them; if they are not what they were, they are killed before leave is given: none of them ever runs. A script whose
+restorer has died waits until the container is removed, which ends it (`tree.kill_users_of`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from belayer.errors import RestoreMismatchError, SandboxError
+from belayer.sandbox import attributes
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.probe import Probe, difference
 from belayer.sandbox.tree import kill_traced, outsiders
@@ -103,6 +104,7 @@ class Gate:
         found = [init] if freezer is None else freezer.processes()
         crius = set(outsiders(init, found))
         held = [pid for pid in found if pid not in crius]
+        attributes.give(held, self._expected.unusual)
         self._found = difference(self._expected, held, self._memory)
         if self._found is not None:
             kill_traced(held)

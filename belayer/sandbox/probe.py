@@ -43,6 +43,8 @@ class Probe(msgspec.Struct, frozen=True):
 
     processes: dict[int, Facts]
     """By the process id that the container sees."""
+    unusual: dict[int, dict[str, str]] = {}
+    """What `attributes.unusual` says: CRIU does not keep it."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

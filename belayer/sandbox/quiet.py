@@ -66,6 +66,12 @@ def traits(pid: int, tmpfs: tuple[str, ...] = ()) -> str:
     return "\n".join([*_inherited(pid), *_devices(pid, tmpfs)])
 
 
+def attributes_in(traits: str) -> dict[str, str]:
+    """The attributes of process 1 that are among its traits."""
+    lines = (line.partition(" ") for line in traits.splitlines())
+    return {name: value for name, _, value in lines if name in attributes.ALL}
+
+
 def _difference(before: str, now: str) -> str:
     """The first line that is another; empty when there is none."""
     if before == now:
@@ -78,8 +84,7 @@ def _inherited(pid: int) -> Iterator[str]:
     process = Path(f"/proc/{pid}")
     yield from (line for line in (process / "status").read_text().splitlines() if line.startswith(STATUS_FIELDS))
     yield from (process / "limits").read_text().splitlines()
-    yield f"oom_score_adj {(process / 'oom_score_adj').read_text().strip()}"
-    yield from (f"{name} {value}" for name, value in attributes.of(pid).items())
+    yield from (f"{name} {value}" for name, value in attributes.of(pid, attributes.ALL).items())
 
 
 def _devices(pid: int, tmpfs: tuple[str, ...]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from belayer.errors import CheckpointRefusedError
 from belayer.processes import start_ticks
 from belayer.sandbox import obstacles
 from belayer.sandbox.freezer import freezer_of
+from belayer.sandbox.manifest import read_manifest
 from belayer.sandbox.protocol import Incarnation
 from tests.sandbox.conftest import IMAGE, Bench, Live
 from tests.waiting import until
@@ -280,3 +281,46 @@ async def test_a_user_namespace_is_an_obstacle(may_unshare: Incarnation) -> None
     assert obstacles.obstacle(init, processes, held=False) == (pid, "it has a user namespace of its own")
     others = [process for process in processes if process != pid]
     assert obstacles.obstacle(init, others, held=False) is None
+
+
+THREADS = """
+import os, threading, time
+def pinned():
+    os.sched_setaffinity(0, {0})
+    open("up", "w").close()
+    time.sleep(9999)
+threading.Thread(target=pinned, daemon=True).start()
+time.sleep(9999)
+"""
+GIVE = (
+    "python3 -c 'import os; os.sched_setaffinity(PID, {0})'; ionice -c 3 -p PID; echo 7 > /proc/PID/coredump_filter; "
+    "echo 500 > /proc/PID/oom_score_adj; python3 -c 'import os; os.setpriority(os.PRIO_PROCESS, PID, 5)'"
+)
+SEEN = (
+    "for p in 1 $(pgrep -x sleep) $(pgrep -f '[t]hreads.py'); do for t in /proc/$p/task/*; do "
+    "grep Cpus_allowed: $t/status; ionice -p ${t##*/}; done; cat /proc/$p/coredump_filter /proc/$p/oom_score_adj; "
+    "cut -d ' ' -f 19 /proc/$p/stat; done"
+)
+
+
+async def test_what_criu_does_not_keep_comes_back(bench: Bench) -> None:
+    """Of process 1, hence of later actions; of another process; of single threads."""
+    live = await bench.create()
+    await live.sh(f"cat > threads.py <<'END'\n{THREADS}\nEND")
+    await live.sh("python3 threads.py & sleep 1000 & until [ -e up ]; do sleep 0.01; done")
+    usual = await live.sh(SEEN)
+    for pid in ("1", (await live.sh("pgrep -x sleep")).strip()):
+        await live.sh(GIVE.replace("PID", pid))
+    before = await live.sh(SEEN)
+    assert before != usual
+    for _ in range(2):
+        live = await live.kill_and_restore(await live.checkpoint())
+        assert await live.sh(SEEN) == before
+
+
+async def test_when_the_processes_have_ended_a_restored_container_is_quiet(bench: Bench) -> None:
+    live = await bench.create()
+    await live.sh("sleep 1000 &")
+    back = await live.kill_and_restore(await live.checkpoint())
+    await back.sh("kill $(pgrep -x sleep); while pgrep -x sleep; do sleep 0.01; done")
+    assert read_manifest(bench.host.checkpoint_path(await back.checkpoint())).noise == ""
