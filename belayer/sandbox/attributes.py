@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from belayer.sandbox import text
+
 CALLS = {"x86_64": (314, 315, 251, 252), "aarch64": (274, 275, 30, 31)}
 """sched_setattr and sched_getattr, ioprio_set and ioprio_get."""
 OF_THREADS = ("cpus", "io_priority")
@@ -90,10 +92,7 @@ def _threads(pids: Iterable[int]) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 def _inside(thread: int) -> int:
     """The id by which the container knows the thread."""
-    for line in Path(f"/proc/{thread}/status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            return int(line.split()[-1])
-    raise OSError(f"/proc/{thread}/status names no NSpid")
+    return int(text.status_of(thread)["NSpid"].split()[-1])
 
 
 def enter(namespace: Path, kind: int) -> None:

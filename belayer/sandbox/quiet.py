@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from belayer.sandbox import attributes
+from belayer.sandbox import attributes, text
 from belayer.sandbox.scan import FOLDER, parent_of
 
 IN_MEMORY = ("shm", "mqueue")
@@ -52,7 +52,7 @@ def noise(pid: int, processes: list[int], traits_before: str, tmpfs: tuple[str, 
         return f"process {others[0]}"
     for folder in IN_MEMORY:
         for entry in os.scandir(f"/proc/{pid}/root/dev/{folder}"):
-            return f"/dev/{folder}/{entry.name}"
+            return text.shown(f"/dev/{folder}/{entry.name}")
     for folder in tmpfs:
         if _is_filled(pid, folder):
             return folder
@@ -77,12 +77,12 @@ def _difference(before: str, now: str) -> str:
     if before == now:
         return ""
     changed = sorted(set(before.splitlines()) ^ set(now.splitlines())) or ["the order of what it has"]
-    return f"changed: {changed[0][:100]}"
+    return text.shown(f"changed: {changed[0][:100]}")
 
 
 def _inherited(pid: int) -> Iterator[str]:
     process = Path(f"/proc/{pid}")
-    yield from (line for line in (process / "status").read_text().splitlines() if line.startswith(STATUS_FIELDS))
+    yield from (line for line in text.lines_of(process / "status") if line.startswith(STATUS_FIELDS))
     yield from (process / "limits").read_text().splitlines()
     yield from (f"{name} {value}" for name, value in attributes.of(pid, attributes.ALL).items())
 
