@@ -2,7 +2,8 @@
 
 Invariant: `Trajectory.state` is the fold of exactly the events that the journal has acknowledged to us under our
 epoch; every call is checked against it before anything is stored, so a trajectory in the journal always reads as one.
-Tokens wait here for at most `chunk_tokens` tokens or `chunk_s` seconds, whichever comes first.
+Tokens wait here until there are `chunk_tokens` of them, or for `chunk_s` seconds; those of the newest call always wait,
+because the end of the generation may come right behind them and belongs into the same append.
 
 When it fails: FencedError means that recovery (or a second writer) has taken the trajectory over. `wait_resumed`,
 then `open` again and go on from its state. JournalUnavailableError means that the journal did not answer in time; the
@@ -160,7 +161,11 @@ class Trajectory:
         weight_version: int = 0,
         loss_mask: Sequence[int | bool] | None = None,
     ) -> None:
-        """Add n generated tokens: n ids, n logprobs, n mask entries (all 1 when left out)."""
+        """Add n generated tokens: n ids, n logprobs, n mask entries (all 1 when left out).
+
+        What waits since earlier calls is written first; an error of that leaves these tokens out, so the same call may
+        be made again. When they are the last, call `finish_generation` next.
+        """
         mask = [1] * len(token_ids) if loss_mask is None else loss_mask
         if not len(token_ids) == len(logprobs) == len(mask):
             raise InputError(
@@ -170,14 +175,14 @@ class Trajectory:
         self._generation()
         self._raise_timer_error()
         buffer = self._buffer
+        if len(buffer.token_ids) >= self._chunk_tokens:
+            await self._flush(whole_chunks_only=True)
         if buffer.token_ids and buffer.weight_version != weight_version:
             await self.flush()
         buffer.weight_version = weight_version
         buffer.token_ids += token_ids
         buffer.logprobs += logprobs
         buffer.loss_mask += mask
-        if len(buffer.token_ids) >= self._chunk_tokens:
-            await self._flush(whole_chunks_only=True)
         if buffer.token_ids and self._timer is None and self._chunk_s < math.inf:
             self._timer = asyncio.create_task(self._flush_later())
 

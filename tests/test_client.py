@@ -99,6 +99,8 @@ async def test_a_resumed_generation_goes_on_after_the_last_journaled_token() -> 
     first = await begun(store, chunk_tokens=1)
     await first.begin_generation("w", "w-1")
     await first.append_tokens([10, 11], [0.0, 0.0])
+    await first.flush()
+    await first.append_tokens([98], [0.0])
     second = await Trajectory.open(store, "t", chunk_tokens=1)
     with pytest.raises(FencedError):
         await first.append_tokens([99], [0.0])
@@ -167,7 +169,8 @@ async def test_a_generation_ends_in_one_append_with_its_last_tokens_also_when_th
     store = LosesReplies()
     trajectory = await begun(store, chunk_tokens=4)
     await trajectory.begin_generation()
-    await trajectory.append_tokens([1, 2, 3, 4, 5, 6], [0.0] * 6)
+    await trajectory.append_tokens([1, 2, 3, 4], [0.0] * 4)
+    await trajectory.append_tokens([5, 6], [0.0] * 2)
     before = len(await store.read(T))
     store.to_lose = 1
     with pytest.raises(JournalUnavailableError):
@@ -193,9 +196,28 @@ def test_a_lost_reply_neither_loses_nor_doubles_a_token(parts: list[tuple[int, b
                 await trajectory.append_tokens(tokens, [0.0] * count)
             except JournalUnavailableError:
                 assert lose
+                await trajectory.append_tokens(tokens, [0.0] * count)
         store.to_lose = 0
         await trajectory.finish_generation("stop")
         assert fold(await Reader(store, T).catch_up()).context() == [1, 2, *sent]
         assert trajectory.state.context() == [1, 2, *sent]
+
+    asyncio.run(run())
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 6))
+def test_the_last_tokens_and_the_end_are_one_append_whatever_the_chunks(parts: list[int], chunk_tokens: int) -> None:
+    """So a generation that is resumed has never had its stop token."""
+
+    async def run() -> None:
+        store = MemoryStore()
+        trajectory = await begun(store, chunk_tokens=chunk_tokens)
+        await trajectory.begin_generation()
+        for count in parts:
+            await trajectory.append_tokens(list(range(count)), [0.0] * count)
+        await trajectory.finish_generation("stop")
+        assert (await store.read(T))[-1].count == 2
+        assert isinstance(events_of(await Reader(store, T).catch_up())[-2], TokensAppended)
+        assert max(chunk.count for chunk in await chunks(store)) <= chunk_tokens
 
     asyncio.run(run())

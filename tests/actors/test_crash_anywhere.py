@@ -70,6 +70,7 @@ async def turn(t: Trajectory, sandbox) -> None:
     if t.state.action is None and not isinstance(last, trajectory.Generation):
         done = await t.begin_generation("w", "w-1")
         for _ in range(TOKENS_A_TURN - done):
+            await t.flush()
             await t.append_tokens([next_token(t.state.context())], [0.0])
         await t.finish_generation("stop")
     last = t.state.context()[-1]

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from belayer import ids
 from belayer.errors import JournalUnavailableError
+from belayer.gpu.recorded_prefix import END, TokenRecording
 from belayer.ids import StreamId
 from belayer.journal.codec import Entry
 from belayer.journal.events import RecoveryStarted, Rewound, TrajectoryFinished, TrajectoryResumed
 from belayer.journal.memory_store import MemoryStore
-from belayer.journal.writer import take_over
+from belayer.journal.writer import Reader, take_over
+from belayer.projections.trajectory import fold
 from tests.gpu.gateway_site import LOGPROBS, PROMPT, TURN, Site, site
 
 WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}, "return_logprob": True}
@@ -164,3 +166,30 @@ async def test_a_trajectory_that_recovery_takes_ends_its_stream_and_waits_for_th
         again = asyncio.create_task(client.ask(**body, rid="t-2"))
         await recovery.append(Rewound(0, 0, "test"), TrajectoryResumed(0, 0, "box-2"))
         assert (await again).body["output_ids"] == TURN
+
+
+class DiesBetween(MemoryStore):
+    """Is away as soon as it has every token of an answer but not its end."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.away = False
+
+    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+        if self.away:
+            raise JournalUnavailableError("here", 0.0, "it is away")
+        await super().append(stream, entry, notice_tag)
+        if stream.kind == ids.StreamKind.TRAJECTORY:
+            generation = fold(await Reader(self, stream).catch_up()).generation
+            self.away = generation is not None and generation.count == self.tokens
+
+
+async def test_an_answer_whose_end_token_fills_a_chunk_is_not_resumed_past_its_end(tmp_path: Path) -> None:
+    """Nobody but the engine knows the model's own end token: the journal has it with the end, or has neither."""
+    turn = [*range(272, 272 + 255), END]
+    store = DiesBetween(len(turn))
+    async with site(tmp_path, store, tokens_per_s=1e6, recording=TokenRecording("edge", PROMPT, [turn])) as made:
+        await made.worker()
+        async with made.gateway(journal_wait_s=0.2) as client:
+            assert (await client.ask(**WHOLE, rid="a")).body["output_ids"] == turn

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from belayer.client import CHUNK_S, CHUNK_TOKENS, Trajectory
+from belayer.client import CHUNK_S, Trajectory
 from belayer.errors import (
     ArchivedError,
     BelayerError,
@@ -201,16 +201,10 @@ class Run:
         taken = self._push(batch.token_ids, kind == "stop")
         if self.answer.text is not None and self.answer.text.matched is not None:
             kind = "stop"
-        for start in range(0, taken, CHUNK_TOKENS):
-            if self._waiting and self._waiting[-1].weight_version != batch.weight_version:
-                await self._keep_up(trajectory)
-            part = slice(start, min(taken, start + CHUNK_TOKENS))
-            tokens = TokenBatch(batch.token_ids[part], batch.logprobs[part], batch.weight_version)
+        if taken:
+            tokens = TokenBatch(batch.token_ids[:taken], batch.logprobs[:taken], batch.weight_version)
+            await self._kept(lambda: trajectory.append_tokens(tokens.token_ids, tokens.logprobs, tokens.weight_version))
             self._waiting.append(tokens)
-            try:
-                await trajectory.append_tokens(tokens.token_ids, tokens.logprobs, tokens.weight_version)
-            except JournalUnavailableError:
-                await self._kept(trajectory.flush)  # it has the tokens; what was not answered is a chunk of them
         return kind
 
     def _push(self, token_ids: Sequence[int], stopped: bool) -> int:
