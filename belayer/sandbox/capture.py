@@ -10,8 +10,8 @@ look thaws the container, and the folder, never published, is removed.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +28,7 @@ from belayer.sandbox.eager import keep_eager
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture
+from belayer.sandbox.limits import LIMITS, Bounds, Limits
 from belayer.sandbox.machine import this_machine
 from belayer.sandbox.manifest import (
     EDITED,
@@ -57,6 +58,7 @@ SETTLE_S = 1.0
 POLL_S = 0.001
 FREEZE_TRIES = 5
 LAZY_S = 20.0
+ASK_EVERY_S = 0.1
 
 
 class Capture:
@@ -73,6 +75,7 @@ class Capture:
         runner: bytes,
         since: str = "",
         hold: bool = False,
+        limits: Limits = LIMITS,
     ) -> None:
         self._home = home
         self._criu = criu
@@ -86,7 +89,7 @@ class Capture:
         self._owner = home.owner(incarnation.name)
         self._traits = "" if self._owner is None else self._owner.traits
         self._given = {} if self._owner is None else self._owner.given
-        self._cancelled = threading.Event()
+        self._bounds = Bounds(incarnation.name, name, limits)
         self._noise = ""
         self._edited = given.Edited({}, b"")
         self._mounts: dict[str, str] = {}
@@ -94,21 +97,21 @@ class Capture:
         self._probe = probe.Probe({})
 
     def cancel(self) -> None:
-        self._cancelled.set()
+        self._bounds.cancel()
 
-    def run(self, timeout_s: float) -> CheckpointReport:
+    def run(self) -> CheckpointReport:
         """CheckpointRefusedError, CheckpointFailedError or SandboxFailedError: nothing is left, nothing is frozen."""
         started = time.monotonic()
         try:
             with self._home.locked(self._incarnation.name, LOCK_S) as lock:
-                return self._locked(lock, started, started + timeout_s)
+                return self._locked(lock, started)
         except FileNotFoundError:
             raise SandboxFailedError(self._incarnation.name, "its folder is gone") from None
         except TimeoutError:
             cause = "another checkpoint of it is at work"
             raise CheckpointRefusedError(self._incarnation.name, cause) from None
 
-    def _locked(self, lock: int, started: float, deadline: float) -> CheckpointReport:
+    def _locked(self, lock: int, started: float) -> CheckpointReport:
         freezer = self._alive_freezer()
         freezer.thaw()  # a dead checkpointer's
         self._refuse_outsiders(freezer.processes())
@@ -120,28 +123,30 @@ class Capture:
         try:
             if self._hold:
                 self._freeze(freezer)
-            return self._capture(freezer, lock, started, deadline)
+            return self._capture(freezer, lock, started)
         finally:
             freezer.thaw()
 
-    def _capture(self, freezer: Freezer, lock: int, started: float, deadline: float) -> CheckpointReport:
+    def _capture(self, freezer: Freezer, lock: int, started: float) -> CheckpointReport:
         known = self._home.captured(self._incarnation.name)
         saved = None if known is None else self._home.checkpoint(known.checkpoint) / LAYER
         if known is not None and (frozen_s := self._nothing_new(freezer, known)):
             return CheckpointReport(0, frozen_s, time.monotonic() - started, known.checkpoint, self._container.volumes)
         try:
-            with self._home.partial(self._name) as folder:
+            with self._home.partial(self._name) as folder, ExitStack() as before_removal:
+                before_removal.callback(freezer.thaw)
                 for part in (IMAGES, LAYER):
                     (folder / part).mkdir(mode=0o700)
-                with LayerCapture(self._container.upper, folder / LAYER, known, saved, self._container.merged) as layer:
+                merged = self._container.merged
+                with LayerCapture(self._container.upper, folder / LAYER, known, saved, merged, self._bounds) as layer:
                     frozen_s = self._quietly(freezer, layer) or self._with_processes(
-                        freezer, lock, layer, folder / IMAGES, deadline
+                        freezer, lock, layer, folder / IMAGES
                     )
                     captured = layer.finish(self._name)
                 manifest = self._seal(folder, captured, frozen_s)
                 fresh = {layer_path(path): found for path, found in layer.fresh().items()}
                 fresh |= {image_path(name): (folder / IMAGES / name).lstat() for name in manifest.images}
-                self._stop_if_cancelled()
+                self._bounds.go_on()
                 keys = keys_of(layer.entries, captured, manifest.images)
                 stored_bytes = self._home.publish(folder, self._name, keys, fresh)
             # Published and durable, it is a checkpoint, whatever happens now: a failure would be said of one that is
@@ -200,7 +205,8 @@ class Capture:
         self._noise = self._noise_among(freezer.processes())
         if self._noise:
             return 0.0
-        layer.prepare()
+        self._bounds.check_runner_state(len(self._runner))
+        self._prepare(freezer, layer)
         try:
             held = self._freeze(freezer)
             self._noise = self._noise_among(held)
@@ -212,11 +218,10 @@ class Capture:
             freezer.thaw()
         return time.monotonic() - self._frozen_at
 
-    def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path, deadline: float) -> float:
+    def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path) -> float:
         """Let CRIU dump the frozen processes, and settle the layer while it holds them; the frozen time."""
         self._refuse_obstacles(freezer.processes(), held=False)
-        if not lazy.wait(self._home.restore_folder(self._incarnation.name), 0.0 if self._hold else LAZY_S):
-            raise CheckpointRefusedError(self._incarnation.name, "its memory is still on its way from the last restore")
+        self._await_memory()
         mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id, self._container.volumes)
         self._mounts = mounts.sources
         watched = self._watched(freezer.processes())
@@ -225,22 +230,25 @@ class Capture:
         messages = self._criu.image_messages()
         with ExitStack() as stack:
             worker = stack.enter_context(self._criu.worker(keep_open=[lock]))
-            copy = memory.room_for(freezer.processes())
+            memory_bytes = memory.size_of(freezer.processes())
+            self._bounds.check_memory(memory_bytes)
+            copy = memory.room_for(freezer.processes(), self._bounds.go_on)
             if copy is not None:
                 stack.enter_context(copy)
             devices = {path.stat().st_dev for path in (self._container.upper, self._container.merged)}
-            layer.prepare(mapped_inodes(freezer.processes(), devices))
+            self._prepare(freezer, layer, lambda: mapped_inodes(freezer.processes(), devices), memory_bytes)
 
             def when_ready() -> None:
                 held[:] = self._freeze(freezer)
                 if copy is not None:
                     copy.begin(held)
+                self._bounds.check_memory(memory.size_of(held))
                 self._refuse_obstacles(held, held=False)
                 unusual = attributes.unusual(held, attributes_in(self._traits))
                 self._probe = probe.Probe(probe.take(held).processes, unusual)
 
             def before_release() -> None:
-                self._stop_if_cancelled()
+                self._bounds.go_on()
                 layer.settle(mapped_inodes(held, devices))
                 self._look_at_given()
                 if copy is not None:
@@ -250,7 +258,7 @@ class Capture:
                 worker.dump(
                     target,
                     images,
-                    max(1.0, deadline - time.monotonic()),
+                    max(1.0, self._bounds.left_s),
                     when_ready,
                     before_release,
                     still_wanted=lambda: _in_the_way(held),
@@ -263,12 +271,28 @@ class Capture:
                 copy.write(images, messages)
         return frozen_s
 
+    def _prepare(
+        self,
+        freezer: Freezer,
+        layer: LayerCapture,
+        mapped: Callable[[], Collection[int]] = frozenset,
+        memory_bytes: int = 0,
+    ) -> None:
+        """Copy the layer while it may still move, if there is room for it. A container that was to be held meanwhile is
+        let go when that takes too long."""
+        layer_bytes = layer.look()
+        self._bounds.check_disk(self._home.checkpoint(self._name).parent, layer_bytes + memory_bytes)
+        if self._hold and layer_bytes > self._bounds.limits.held_bytes:
+            self._hold = False
+            freezer.thaw()
+        layer.prepare(mapped)
+
     def _freeze(self, freezer: Freezer) -> list[int]:
         """Freeze the container and verify, with everything stopped, that this is the boundary that was asked for, and
         all of it; its processes. The runner may just be answering somebody: then it is let finish, a few times."""
         for _ in range(FREEZE_TRIES):
             self._await_idle()
-            self._stop_if_cancelled()
+            self._bounds.go_on()
             if not freezer.frozen:  # held from the start
                 self._frozen_at = time.monotonic()
             freezer.freeze(self._incarnation.name)
@@ -297,6 +321,14 @@ class Capture:
             return noise(self._incarnation.pid, held, self._traits, tmpfs)
         except OSError as error:  # what cannot be looked at is not known to be nothing
             return f"unknown: {error}"
+
+    def _await_memory(self) -> None:
+        """Of the container's own restore."""
+        patience = time.monotonic() + (0.0 if self._hold else LAZY_S)
+        while not lazy.wait(self._home.restore_folder(self._incarnation.name), 0.0 if self._hold else ASK_EVERY_S):
+            self._bounds.go_on()
+            if time.monotonic() >= patience:
+                self._bounds.refuse("its memory is still on its way from the last restore")
 
     def _await_idle(self) -> None:
         settled = time.monotonic() + SETTLE_S
@@ -354,7 +386,7 @@ class Capture:
             noise=self._noise,
             traits=self._traits,
             mounts=self._mounts,
-            images=sizes_and_digests(sorted((folder / IMAGES).iterdir())),
+            images=sizes_and_digests(sorted((folder / IMAGES).iterdir()), self._bounds.go_on),
             notes=sizes_and_digests(folder / name for name in (RUNNER_STATE, PROBE, EDITED, LAYER_INDEX)),
             layer_entries=len(captured.entries),
             layer_bytes=captured.size_bytes,
@@ -364,10 +396,6 @@ class Capture:
         )
         write_manifest(folder, manifest)
         return manifest
-
-    def _stop_if_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise CheckpointFailedError(self._name, "it was cancelled")
 
 
 def _in_the_way(held: list[int]) -> str | None:

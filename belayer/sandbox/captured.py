@@ -15,9 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from belayer.sandbox.limits import PIECE_BYTES, Step, unbounded
 from belayer.sandbox.scan import FILE, FOLDER, Scan, believed_until, parent_of, scan
 
 BLOCK_BYTES = 1 << 18
+BLOCKS_A_STEP = PIECE_BYTES // BLOCK_BYTES
 ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -52,9 +54,17 @@ class Captured(msgspec.Struct, frozen=True, array_like=True):
 
 
 def describe(
-    root: int, entries: Scan, checkpoint: str, known: Mapping[bytes, str], disbelieved: list[int] | None = None
+    root: int,
+    entries: Scan,
+    checkpoint: str,
+    known: Mapping[bytes, str],
+    disbelieved: list[int] | None = None,
+    step: Step = unbounded,
 ) -> Captured:
-    """Digests of what lies in a captured layer, open as `root`. Those that are known are not computed again."""
+    """Digests of what lies in a captured layer, open as `root`. Those that are known are not computed again.
+
+    `step` is asked before each entry and each piece of a file's data.
+    """
     whole = hashlib.blake2b(digest_size=32)
     size_bytes = 0
     seen = {}
@@ -62,8 +72,9 @@ def describe(
         found = entries[path]
         digest = known.get(path)
         if digest is None:
+            step(0)
             with parent_of(root, path) as (folder, name):
-                digest = _digest(folder, name, found.st_mode)
+                digest = _digest(folder, name, found.st_mode, step)
         seen[path] = Seen(found.st_ino, found.st_ctime_ns, digest)
         if stat.S_ISREG(found.st_mode):
             size_bytes += found.st_blocks * 512
@@ -99,10 +110,15 @@ def root_of(root: int, believed_ns: int) -> tuple[int, int] | None:
     return (found.st_ino, found.st_ctime_ns) if found.st_ctime_ns < believed_ns else None
 
 
-def file_digest(path: Path) -> str:
-    """BLAKE2b-256 of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+def file_digest(path: Path, step: Step = unbounded) -> str:
+    """BLAKE2b-256 of a file's contents. `step` is asked before each piece."""
+    digest = hashlib.blake2b(digest_size=32)
+    piece = memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size_bytes := file.readinto(piece):
+            step(size_bytes)
+            digest.update(piece[:size_bytes])
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -115,24 +131,27 @@ def opened(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _add_data(digest: hashlib.blake2b, fd: int) -> None:
+def _add_data(digest: hashlib.blake2b, fd: int, step: Step) -> None:
     """A file's size and its blocks that are not all zero: a hole counts as what is read there, but costs nothing."""
     size = os.fstat(fd).st_size
     digest.update(size.to_bytes(8, "little"))
-    at = 0
+    at = blocks = 0
     while at < size:
         try:
             at = os.lseek(fd, at, os.SEEK_DATA)
         except OSError:  # ENXIO: only a hole is left
             return
         at -= at % BLOCK_BYTES
+        blocks += 1
+        if blocks % BLOCKS_A_STEP == 0:
+            step(PIECE_BYTES)
         block = os.pread(fd, BLOCK_BYTES, at)
         if block != ZEROS[: len(block)]:
             digest.update(at.to_bytes(8, "little") + block)
         at += BLOCK_BYTES
 
 
-def _digest(folder: int, name: bytes, mode: int) -> str:
+def _digest(folder: int, name: bytes, mode: int, step: Step) -> str:
     digest = hashlib.blake2b(digest_size=16)
     if stat.S_ISLNK(mode):
         digest.update(os.fsencode(os.readlink(name, dir_fd=folder)))
@@ -144,7 +163,7 @@ def _digest(folder: int, name: bytes, mode: int) -> str:
                 digest.update(os.fsencode(attribute) + f"={len(value)}:".encode() + value)
             if stat.S_ISREG(mode):
                 digest.update(b"\0")
-                _add_data(digest, fd)
+                _add_data(digest, fd, step)
         finally:
             os.close(fd)
     else:

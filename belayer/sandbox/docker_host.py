@@ -36,6 +36,7 @@ from belayer.sandbox.docker_sandbox import DockerSandbox, thaw_abandoned
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.home import Home, default_home
 from belayer.sandbox.lazy import LazyPagesError
+from belayer.sandbox.limits import LIMITS, Limits
 from belayer.sandbox.machine import this_machine, unfit
 from belayer.sandbox.making import PROBE_S, Maker
 from belayer.sandbox.manifest import Manifest, boot_id, read_manifest, verify
@@ -46,7 +47,6 @@ from belayer.sandbox.spares import Spares
 from belayer.sandbox.tree import kill_tracers, kill_users_of
 
 SETUP_TIMEOUT_S = 600.0
-CHECKPOINT_TIMEOUT_S = 120.0
 LET_GO_S = 0.5
 """How long a checkpoint at work may take to see that its container is being removed."""
 REMOVE_ROUNDS = 10
@@ -57,8 +57,9 @@ log = structlog.get_logger("belayer.sandbox")
 class DockerHost:
     """See the module. `async with open_host() as host`, which checks the machine; or make one and check it yourself."""
 
-    def __init__(self, home: Path | None = None, spares: int = 0) -> None:
-        """`spares`: how many started containers may wait for a restore; see `spares.py`."""
+    def __init__(self, home: Path | None = None, spares: int = 0, limits: Limits = LIMITS) -> None:
+        """`spares`: how many started containers may wait for a restore; see `spares.py`. `limits`: of a checkpoint."""
+        self._limits = limits
         self._home = Home(home or default_home())
         self._criu = Criu(self._home.criu)
         self._containers = Containers(self._home.root)
@@ -180,8 +181,10 @@ class DockerHost:
             raise SandboxFailedError(incarnation.name, str(error)) from None
         async with await self.attach(incarnation) as sandbox:
             runner = await sandbox.state()
-        capture = Capture(self._home, self._criu, incarnation, container, checkpoint, action, runner, since, hold)
-        work = asyncio.ensure_future(asyncio.to_thread(capture.run, CHECKPOINT_TIMEOUT_S))
+        capture = Capture(
+            self._home, self._criu, incarnation, container, checkpoint, action, runner, since, hold, self._limits
+        )
+        work = asyncio.ensure_future(asyncio.to_thread(capture.run))
         try:
             report = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -313,9 +316,11 @@ class DockerHost:
 
 
 @asynccontextmanager
-async def open_host(home: Path | None = None, spares: int = SPARES) -> AsyncIterator[DockerHost]:
+async def open_host(
+    home: Path | None = None, spares: int = SPARES, limits: Limits = LIMITS
+) -> AsyncIterator[DockerHost]:
     """A checked DockerHost of $BELAYER_HOME (default /var/lib/belayer). HostUnfitError says what is missing."""
-    host = DockerHost(home, spares)
+    host = DockerHost(home, spares, limits)
     try:
         await asyncio.to_thread(host.check)
         yield host

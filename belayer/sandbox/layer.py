@@ -1,7 +1,8 @@
 """A container's writable layer, captured in two looks so that hardly anything is copied while the container is frozen.
 
-`prepare` copies while processes may still write; `settle`, frozen, looks again and redoes what has changed since, so
-that the copy is the layer at that instant; `finish`, after the thaw, sets folders' times and computes digests.
+`prepare` copies while processes may still write, again if much changes meanwhile; `settle`, frozen, looks again and
+redoes what has changed since, so that the copy is the layer at that instant; `finish`, after the thaw, sets folders'
+times and computes digests.
 
 What is unchanged since an earlier capture is hard-linked from it. Unchanged means: the same inode with the same ctime.
 Nobody can set a ctime, and Linux 6.13 and later give every change that follows a look another one (multigrain time
@@ -13,19 +14,22 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from belayer.sandbox.captured import Captured, Seen, describe, root_of
+from belayer.sandbox.limits import PIECE_BYTES, Bounds, sized, unbounded
 from belayer.sandbox.mapped import Numbers
 from belayer.sandbox.removal import remove_entry
 from belayer.sandbox.scan import (
     FOLDER,
     Scan,
     believed_until,
+    can_share,
     copy_entry,
     copy_metadata,
     copy_xattrs_of,
@@ -33,11 +37,12 @@ from belayer.sandbox.scan import (
     scan,
 )
 
-LAYER_LIMIT_BYTES = 64 << 30
-
 
 class LayerCapture:
-    """One capture of the layer `upper` into the empty folder `target`. OSError when the disk cannot take it."""
+    """One capture of the layer `upper` into the empty folder `target`.
+
+    OSError when the disk cannot take it, CheckpointRefusedError and CheckpointFailedError of its bounds, if it has any.
+    """
 
     def __init__(
         self,
@@ -46,8 +51,13 @@ class LayerCapture:
         known: Captured | None = None,
         saved: Path | None = None,
         merged: Path | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         """`saved` is the folder of the layer that `known` describes; it may be gone. `merged`: see `Numbers`."""
+        self._bounds = bounds
+        self._go_on = unbounded if bounds is None else bounds.go_on
+        self._copied_bytes = 0
+        self._prepared = False
         for folder in (upper, target):
             if not folder.is_absolute() or folder == Path("/"):
                 raise OSError(f"{folder} is not a layer's folder")
@@ -79,47 +89,43 @@ class LayerCapture:
                 os.close(fd)
         self._numbers.close()
 
-    def prepare(self, mapped: Collection[int] = ()) -> None:
-        """Copy all that is there. What moves meanwhile is left to `settle`. `mapped`: see there, as it is now.
-
-        Once is enough: what has been mapped since moves the ctime at its first fault.
-        """
-        self._mapped.update(mapped)
-        if self._believed_ns:
-            return
+    def look(self) -> int:
+        """The first look: how many bytes `prepare` will copy."""
+        if self._prepared:
+            return 0
         self._believed_ns = believed_until()
-        self._first = scan(self._source)
-        size_bytes = sum(found.st_blocks * 512 for found in self._first.values())
-        if size_bytes > LAYER_LIMIT_BYTES:
-            raise OSError(
-                f"the layer holds {size_bytes >> 30} GiB, more than the {LAYER_LIMIT_BYTES >> 30} that are kept"
-            )
+        self._first = self._look()
+        self._check(0, _size(self._first))
+        size_bytes = _size(self._first, self._is_known)
+        return 0 if size_bytes > PIECE_BYTES and can_share(self._target) else size_bytes
+
+    def prepare(self, mapped: Callable[[], Collection[int]] = frozenset) -> None:
+        """Copy all that is there, once. What moves meanwhile is left to `settle`, if it is little. `mapped` tells what
+        is mapped now; it is asked after each look, because what is mapped later moves the ctime at its first fault."""
+        if not self._believed_ns:
+            self.look()
+        self._mapped.update(mapped())
         if self._mapped:
             self._numbers.look(self._first)
-        self._copy(self._first)
+        if not self._prepared:
+            self._copy(self._first)
+            self._prepared = True
+        if self._bounds is not None and _size(self._first) > self._bounds.limits.frozen_bytes:
+            self._catch_up(self._bounds, mapped)
 
     def settle(self, mapped: Collection[int]) -> int:
         """Make the copy exact; how many entries that took. The container is frozen; `mapped` are the inodes that are
         mapped shared, by the numbers that the container sees (`mapped.py`)."""
         self._mapped.update(mapped)
         self._root = root_of(self._source, self._believed_ns)
-        self._last = scan(self._source)
-        self._disbelieved = self._numbers.among(self._last, self._mapped)
-        redo: Scan = {}
-        renewed: set[bytes] = set()  # folders that are others than before: nothing in them is taken as it was
-        for path, found in self._last.items():
-            first = self._first.get(path)
-            moved = path.rpartition(b"/")[0] in renewed
-            if moved or first is None or not self._is_unchanged(path, first, found):
-                redo[path] = found
-                if moved or first is None or not _is_same_entry(first, found):
-                    renewed.add(path)
-        for path in self._first:
-            if path not in self._last:
-                self._remove(path)
-        if redo:
-            self._redo(redo, renewed)
-        return len(redo)
+        self._last = self._look()
+        changes = self._changes(self._last)
+        if self._bounds is not None and (behind := self._behind(self._bounds, changes)):
+            self._refuse(self._bounds, changes, behind)
+        self._redo(changes)
+        if self._missed:
+            raise OSError("the layer changed while its container was frozen")
+        return len(changes.redo)
 
     def finish(self, checkpoint: str) -> Captured:
         """After the thaw: folders' times, digests, and what the next capture needs to know."""
@@ -127,7 +133,7 @@ class LayerCapture:
         known = {path: self._known[path].digest for path in self._reused if path in self._last}
         young = [found.st_ino for found in self._last.values() if found.st_ctime_ns >= self._believed_ns]
         disbelieved = sorted(self._disbelieved.union(young))
-        captured = describe(self._target, self._last, checkpoint, known, disbelieved)
+        captured = describe(self._target, self._last, checkpoint, known, disbelieved, self._go_on)
         return msgspec.structs.replace(captured, root=self._root)
 
     @property
@@ -156,6 +162,72 @@ class LayerCapture:
 
     # --- steps ---
 
+    def _look(self) -> Scan:
+        if self._bounds is None:
+            return scan(self._source)
+        found = scan(self._source, lambda entries: self._check(entries, 0))
+        self._check(len(found), 0)
+        return found
+
+    def _check(self, entries: int, size_bytes: int) -> None:
+        self._go_on()
+        if self._bounds is not None:
+            self._bounds.check_layer(entries, size_bytes)
+
+    def _count(self, size_bytes: int) -> None:
+        """A Step: files that grow while they are copied count as well."""
+        self._copied_bytes += size_bytes
+        self._check(0, self._copied_bytes)
+
+    def _catch_up(self, bounds: Bounds, mapped: Callable[[], Collection[int]]) -> None:
+        """Copy what has changed since, until what is left may be copied frozen. Refused when it does not get less: when
+        more than half of what was copied has changed meanwhile."""
+        before_bytes = self._copied_bytes
+        while True:
+            believed_ns = believed_until()
+            now = self._look()
+            self._check(0, _size(now))
+            self._mapped.update(mapped())
+            changes = self._changes(now)
+            behind_bytes = self._behind(bounds, changes)
+            if not behind_bytes:
+                return
+            if behind_bytes > before_bytes // 2:
+                self._refuse(bounds, changes, behind_bytes)
+            self._redo(changes)
+            self._first, self._believed_ns, before_bytes = now, believed_ns, behind_bytes
+
+    def _changes(self, now: Scan) -> Changes:
+        """Between the last look and this one."""
+        self._disbelieved = self._numbers.among(now, self._mapped)
+        redo: Scan = {}
+        renewed: set[bytes] = set()
+        for path, found in now.items():
+            first = self._first.get(path)
+            moved = path.rpartition(b"/")[0] in renewed
+            if moved or first is None or not self._is_unchanged(path, first, found):
+                redo[path] = found
+                if moved or first is None or not _is_same_entry(first, found):
+                    renewed.add(path)
+        return Changes(redo, renewed, [path for path in self._first if path not in now])
+
+    def _behind(self, bounds: Bounds, changes: Changes) -> int:
+        """How many bytes there are to copy again, if they are more than may be copied frozen; else 0."""
+        size_bytes = _size(changes.redo)
+        too_much = size_bytes > bounds.limits.frozen_bytes and not can_share(self._target)
+        return size_bytes if too_much else 0
+
+    def _refuse(self, bounds: Bounds, changes: Changes, behind_bytes: int) -> NoReturn:
+        path = max(changes.redo, key=lambda path: _size({path: changes.redo[path]}))
+        first = self._first.get(path)
+        grown = 0 if first is None else changes.redo[path].st_size - first.st_size
+        what = "came anew" if first is None else f"grew by {grown:,} bytes" if grown > 0 else "changed"
+        name = path.decode(errors="backslashreplace")
+        bounds.refuse(
+            f"/{name} {what} while it was copied; {sized(behind_bytes)} would be copied while the container stands, "
+            f"the limit is {sized(bounds.limits.frozen_bytes)}"
+        )
+
     def _is_unchanged(self, path: bytes, first: os.stat_result, found: os.stat_result) -> bool:
         return (
             _is_same_entry(first, found)
@@ -167,7 +239,9 @@ class LayerCapture:
     def _copy(self, entries: Scan) -> None:
         """Copy the entries, parents first, each from the earlier capture if it is unchanged since."""
         copies: dict[int, bytes] = {}
+        self._copied_bytes = 0
         for source, target, path, name in in_folders(self._source, self._target, entries, self._missed):
+            self._go_on()
             found = entries[path]
             if not stat.S_ISDIR(found.st_mode):
                 other = copies.get(found.st_ino) if found.st_nlink > 1 else None
@@ -177,36 +251,52 @@ class LayerCapture:
                     self._reused.add(path)
                     copies.setdefault(found.st_ino, path)
                     continue
-            if copy_entry(source, target, name, found):
+            if copy_entry(source, target, name, found, self._count):
                 copies.setdefault(found.st_ino, path)
             else:
                 self._missed.add(path)
 
-    def _redo(self, redo: Scan, renewed: Collection[bytes]) -> None:
+    def _redo(self, changes: Changes) -> None:
+        """Make the copy follow. What could not be had is in `missed`."""
+        for path in changes.gone:
+            self._remove(path)
         fresh: Scan = {}
-        for path, found in redo.items():
-            if stat.S_ISDIR(found.st_mode) and path not in renewed and path not in self._missed:
-                with parent_of(self._source, path) as (source, name), parent_of(self._target, path) as (target, _):
-                    copy_xattrs_of(source, target, name)
+        gone: set[bytes] = set()
+        for path, found in changes.redo.items():
+            if stat.S_ISDIR(found.st_mode) and path not in changes.renewed and path not in self._missed:
+                try:
+                    with parent_of(self._source, path) as (source, name), parent_of(self._target, path) as (target, _):
+                        copy_xattrs_of(source, target, name)
+                except (FileNotFoundError, NotADirectoryError):
+                    gone.add(path)
             else:
                 fresh[path] = found
         for path in fresh:
             self._remove(path)
         self._reused.difference_update(fresh)
-        self._missed.clear()
+        self._missed = gone
         self._copy(fresh)
-        if self._missed:
-            raise OSError("the layer changed while its container was frozen")
 
     def _remove(self, path: bytes) -> None:
         with suppress(FileNotFoundError, NotADirectoryError), parent_of(self._target, path) as (folder, name):
             remove_entry(folder, name)
 
     def _reuse(self, path: bytes, found: os.stat_result, target: int, name: bytes) -> bool:
+        return self._is_known(path, found) and _link(self._saved, path, target, name)
+
+    def _is_known(self, path: bytes, found: os.stat_result) -> bool:
         seen = self._known.get(path)
-        if seen is None or (seen.inode, seen.ctime_ns) != (found.st_ino, found.st_ctime_ns):
-            return False
-        return _link(self._saved, path, target, name)
+        return seen is not None and (seen.inode, seen.ctime_ns) == (found.st_ino, found.st_ctime_ns)
+
+
+class Changes(NamedTuple):
+    """Of a layer between two looks."""
+
+    redo: Scan
+    """What is new or not what it was."""
+    renewed: set[bytes]
+    """Folders that are others than before: nothing in them is taken as it was."""
+    gone: list[bytes]
 
 
 def in_folders(
@@ -243,6 +333,17 @@ def fill(saved: Path, upper: Path) -> None:
         copy.prepare()
         copy.settle(())
         copy.finish_folders()
+
+
+def _size(entries: Scan, apart_from: Callable[[bytes, os.stat_result], bool] = lambda _path, _found: False) -> int:
+    """Bytes on the disk of the files among the entries, hard links counted once."""
+    return sum(
+        {
+            found.st_ino: found.st_blocks * 512
+            for path, found in entries.items()
+            if stat.S_ISREG(found.st_mode) and not apart_from(path, found)
+        }.values()
+    )
 
 
 def _is_same_entry(first: os.stat_result, found: os.stat_result) -> bool:

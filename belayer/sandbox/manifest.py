@@ -10,6 +10,7 @@ import msgspec
 from belayer.errors import RestoreFailedError
 from belayer.sandbox.captured import Captured, digest_of, file_digest
 from belayer.sandbox.given import Edited
+from belayer.sandbox.limits import Step, unbounded
 from belayer.sandbox.machine import Machine
 from belayer.sandbox.probe import Probe
 
@@ -100,9 +101,9 @@ def read_edited(folder: Path, manifest: Manifest) -> Edited | None:
         raise RestoreFailedError(folder.name, f"{EDITED} cannot be read: {error}") from None
 
 
-def sizes_and_digests(files: Iterable[Path]) -> dict[str, tuple[int, str]]:
+def sizes_and_digests(files: Iterable[Path], step: Step = unbounded) -> dict[str, tuple[int, str]]:
     """What the manifest says of the files that are there."""
-    return {path.name: (path.stat().st_size, file_digest(path)) for path in files if path.exists()}
+    return {path.name: (path.stat().st_size, file_digest(path, step)) for path in files if path.exists()}
 
 
 def boot_id() -> str:

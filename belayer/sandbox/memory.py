@@ -19,7 +19,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from belayer.sandbox.lazy import is_worth_it
+from belayer.sandbox.limits import Step, unbounded
 from belayer.sandbox.pagemap import LAZY, PAGE_BYTES, PRESENT, Messages, Pagemap, pagemaps
 from belayer.sandbox.text import rows_of
 from belayer.sandbox.tree import status_of
@@ -77,8 +78,9 @@ class MemoryCopy:
     A context manager, which lets go of the memory.
     """
 
-    def __init__(self, most_bytes: int, laid_out_bytes: int) -> None:
-        """MemoryError or OSError when there is no memory."""
+    def __init__(self, most_bytes: int, laid_out_bytes: int, step: Step = unbounded) -> None:
+        """MemoryError or OSError when there is no memory. `step` is asked before each piece that is copied."""
+        self._step = step
         self._buffer = mmap.mmap(-1, most_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # an older kernel: pages are made when they are written to
             self._buffer.madvise(MADV_POPULATE_WRITE, 0, laid_out_bytes // PAGE_BYTES * PAGE_BYTES)
@@ -129,7 +131,9 @@ class MemoryCopy:
                     elif entry.flags & LAZY:
                         for first, last, at in self._processes[pagemap.pid].cover(entry.vaddr, entry.vaddr + size):
                             assert at is not None, "complete has copied it"
-                            ours.write(self._view[at : at + last - first])
+                            for piece in range(at, at + last - first, CHUNK_BYTES):
+                                self._step(CHUNK_BYTES)
+                                ours.write(self._view[piece : min(piece + CHUNK_BYTES, at + last - first)])
                         entry.flags |= PRESENT
             new.rename(pagemap.pages)
             pagemap.save(pagemap.entries)
@@ -144,6 +148,7 @@ class MemoryCopy:
         if self._used + end - start > len(self._buffer):
             raise OSError(errno.ENOMEM, f"the memory of process {copied.pid} has grown while it was being frozen")
         while start < end and not self._stopped:
+            self._step(CHUNK_BYTES)
             size = self._read(copied.pid, start, min(CHUNK_BYTES, end - start))
             copied.pieces.append((start, start + size, self._used))
             self._used += size
@@ -163,7 +168,7 @@ class MemoryCopy:
         return read
 
 
-def room_for(pids: Sequence[int]) -> MemoryCopy | None:
+def room_for(pids: Sequence[int], step: Step = unbounded) -> MemoryCopy | None:
     """A copy of the processes' memory (host pids), laid out now; None when CRIU may as well copy it, or memory is
     short: a quarter of what is free is taken at most."""
     size = sum(_anonymous_bytes(pid) for pid in pids)
@@ -171,7 +176,7 @@ def room_for(pids: Sequence[int]) -> MemoryCopy | None:
     if not is_worth_it([size]) or most > free_bytes() // 4:
         return None
     with suppress(OSError, MemoryError):
-        return MemoryCopy(most, size + SPARE_BYTES)
+        return MemoryCopy(most, size + SPARE_BYTES, step)
     return None
 
 
@@ -198,9 +203,19 @@ def _cgroup_files() -> Iterator[tuple[Path, Path]]:
                     yield each / names[0], each / names[1]
 
 
+def size_of(pids: Iterable[int]) -> int:
+    """Bytes of memory, at least, that a dump of the processes (host pids) holds: what is their own, and the most that
+    one of them shares."""
+    sizes = [(_bytes_of(status, "RssAnon", "VmSwap"), _bytes_of(status, "RssShmem")) for status in map(status_of, pids)]
+    return sum(own for own, _ in sizes) + max((shared for _, shared in sizes), default=0)
+
+
 def _anonymous_bytes(pid: int) -> int:
-    status = status_of(pid)
-    return sum(int(status.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
+    return _bytes_of(status_of(pid), "RssAnon", "VmSwap")
+
+
+def _bytes_of(status: Mapping[str, str], *names: str) -> int:
+    return sum(int(status.get(name, "0 kB").split()[0]) << 10 for name in names)
 
 
 def _missing(pagemap: Pagemap) -> Iterator[tuple[int, int]]:

@@ -15,9 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from belayer.sandbox.limits import PIECE_BYTES, Step, unbounded
+
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CHUNK_BYTES = 1 << 20
+SEEN_EVERY = 1000
 TICK_NS = 20_000_000
 OVERLAY = "trusted.overlay."
 OVERLAY_FS = 0x794C7630
@@ -28,8 +31,8 @@ Scan = dict[bytes, os.stat_result]
 """Path below the layer's root -> its inode's fields, parents before children."""
 
 
-def scan(root: int) -> Scan:
-    """Everything below the folder open as `root`."""
+def scan(root: int, seen: Step = unbounded) -> Scan:
+    """Everything below the folder open as `root`. `seen` is told now and then how many entries there are so far."""
     found: Scan = {}
     pending = [(os.dup(root), b"")]
     try:
@@ -41,6 +44,8 @@ def scan(root: int) -> Scan:
                         with suppress(FileNotFoundError, NotADirectoryError):
                             name = os.fsencode(entry.name)
                             found[path + name] = entry.stat(follow_symlinks=False)
+                            if len(found) % SEEN_EVERY == 0:
+                                seen(len(found))
                             if entry.is_dir(follow_symlinks=False):
                                 pending.append((os.open(name, FOLDER, dir_fd=folder), path + name + b"/"))
             finally:
@@ -73,14 +78,14 @@ def parent_of(root: int, path: bytes) -> Iterator[tuple[int, bytes]]:
         os.close(here)
 
 
-def copy_entry(source: int, target: int, name: bytes, found: os.stat_result) -> bool:
+def copy_entry(source: int, target: int, name: bytes, found: os.stat_result, step: Step = unbounded) -> bool:
     """Copy one entry, without a folder's children, between two folders. False: it is not what was found any more.
 
-    OSError when the target cannot take it.
+    `step` is asked before each piece of a file's data. OSError when the target cannot take it.
     """
     try:
         if stat.S_ISREG(found.st_mode):
-            return _copy_file(source, target, name, found)
+            return _copy_file(source, target, name, found, step)
         if stat.S_ISDIR(found.st_mode):
             folder = os.open(name, FOLDER, dir_fd=source)
             try:
@@ -127,7 +132,7 @@ def copy_xattrs_of(source: int, target: int, name: bytes) -> None:
         os.close(original)
 
 
-def _copy_file(source: int, target: int, name: bytes, found: os.stat_result) -> bool:
+def _copy_file(source: int, target: int, name: bytes, found: os.stat_result, step: Step) -> bool:
     original = os.open(name, FILE, dir_fd=source)
     try:
         if (os.fstat(original).st_dev, os.fstat(original).st_ino) != (found.st_dev, found.st_ino):
@@ -135,7 +140,7 @@ def _copy_file(source: int, target: int, name: bytes, found: os.stat_result) -> 
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         copy = os.open(name, flags, 0o600, dir_fd=target)
         try:
-            _copy_data(original, copy)
+            _copy_data(original, copy, step)
             os.fchown(copy, found.st_uid, found.st_gid)
             os.fchmod(copy, stat.S_IMODE(found.st_mode))
             _copy_xattrs(original, copy)
@@ -147,7 +152,7 @@ def _copy_file(source: int, target: int, name: bytes, found: os.stat_result) -> 
     return True
 
 
-def _copy_data(original: int, copy: int) -> None:
+def _copy_data(original: int, copy: int, step: Step) -> None:
     """Shared where the disk can, else extent by extent, so that holes stay holes."""
     size = os.fstat(original).st_size
     if size == 0:
@@ -164,7 +169,9 @@ def _copy_data(original: int, copy: int) -> None:
             return
         at = os.lseek(original, start, os.SEEK_HOLE)
         while start < at:
-            done = _copy_range(original, copy, start, at - start)
+            size_bytes = min(at - start, PIECE_BYTES)
+            step(size_bytes)
+            done = _copy_range(original, copy, start, size_bytes)
             if done == 0:
                 return
             start += done
@@ -178,6 +185,23 @@ def _copy_range(original: int, copy: int, start: int, size: int) -> int:
         if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     return os.pwrite(copy, os.pread(original, min(size, CHUNK_BYTES), start), start)
+
+
+def can_share(folder: int) -> bool:
+    """Whether a copy within the folder's file system shares its data: then it takes neither time nor room."""
+    try:
+        one = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            other = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            try:
+                fcntl.ioctl(other, FICLONE, one)
+            finally:
+                os.close(other)
+        finally:
+            os.close(one)
+    except OSError:
+        return False
+    return True
 
 
 def file_system_of(fd: int) -> int:

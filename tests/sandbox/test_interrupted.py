@@ -16,6 +16,7 @@ from belayer.errors import CheckpointFailedError, CheckpointRefusedError, Sandbo
 from belayer.sandbox import capture as capture_module
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.freezer import Freezer, freezer_of
+from belayer.sandbox.limits import Limits
 from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
 from belayer.sandbox.tree import described
 from tests.sandbox.conftest import Bench, Live
@@ -232,13 +233,21 @@ def small_disk(home: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("filled_by", ["layer", "processes"])
-async def test_a_full_disk(bench: Bench, small_disk: Path, filled_by: str) -> None:
+async def test_a_full_disk(bench: Bench, home: Path, small_disk: Path, filled_by: str) -> None:
     live = await bench.create()
     command = "head -c 20000000 /dev/urandom > blob" if filled_by == "layer" else BALLAST.format(size=20_000_000)
     await live.sh(command)
     name = bench.name()
-    with pytest.raises(CheckpointFailedError, match=r"No space left|CRIU"):
+    with pytest.raises(
+        CheckpointRefusedError, match=r"[89]\d,\d+,\d+ bytes are needed .* and 8,388,608 bytes are free"
+    ):
         await bench.host.checkpoint(live.incarnation, name, 1)
+    await nothing_is_left(bench, live, name)
+    assert list(small_disk.iterdir()) == []
+    # As if somebody else had filled it meanwhile:
+    async with open_host(home, spares=0, limits=Limits(spare_bytes=-(1 << 30))) as unaware:
+        with pytest.raises(CheckpointFailedError, match=r"No space left|CRIU"):
+            await unaware.checkpoint(live.incarnation, name, 2)
     await nothing_is_left(bench, live, name)
     assert list(small_disk.iterdir()) == []
 

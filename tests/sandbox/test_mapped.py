@@ -54,7 +54,7 @@ class Captures:
         with LayerCapture(
             self.overlay / "upper", target, *(self.last or (None, None)), self.overlay / "merged"
         ) as layer:
-            layer.prepare(mapped_inodes([os.getpid()], devices))
+            layer.prepare(lambda: mapped_inodes([os.getpid()], devices))
             meanwhile()
             layer.settle(mapped_inodes([os.getpid()], devices))
             self.last = (layer.finish(target.name), target)
