@@ -11,7 +11,6 @@ look thaws the container, and the folder, never published, is removed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +26,7 @@ from belayer.sandbox.criu import Criu, CriuError, Target
 from belayer.sandbox.eager import keep_eager
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
-from belayer.sandbox.layer import LayerCapture
+from belayer.sandbox.layer import LayerCapture, Mapped
 from belayer.sandbox.limits import LIMITS, Bounds, Limits
 from belayer.sandbox.machine import this_machine
 from belayer.sandbox.manifest import (
@@ -139,9 +138,8 @@ class Capture:
                     (folder / part).mkdir(mode=0o700)
                 merged = self._container.merged
                 with LayerCapture(self._container.upper, folder / LAYER, known, saved, merged, self._bounds) as layer:
-                    frozen_s = self._quietly(freezer, layer) or self._with_processes(
-                        freezer, lock, layer, folder / IMAGES
-                    )
+                    frozen_s = self._quietly(freezer, layer)
+                    frozen_s = frozen_s or self._with_processes(freezer, lock, layer, folder / IMAGES)
                     captured = layer.finish(self._name)
                 manifest = self._seal(folder, captured, frozen_s)
                 fresh = {layer_path(path): found for path, found in layer.fresh().items()}
@@ -272,11 +270,7 @@ class Capture:
         return frozen_s
 
     def _prepare(
-        self,
-        freezer: Freezer,
-        layer: LayerCapture,
-        mapped: Callable[[], Collection[int]] = frozenset,
-        memory_bytes: int = 0,
+        self, freezer: Freezer, layer: LayerCapture, mapped: Mapped = frozenset, memory_bytes: int = 0
     ) -> None:
         """Copy the layer while it may still move, if there is room for it. A container that was to be held meanwhile is
         let go when that takes too long."""

@@ -37,6 +37,9 @@ from belayer.sandbox.scan import (
     scan,
 )
 
+Mapped = Callable[[], Collection[int]]
+"""The inodes that are mapped shared now, by the numbers that the container sees (`mapped.py`)."""
+
 
 class LayerCapture:
     """One capture of the layer `upper` into the empty folder `target`.
@@ -99,7 +102,7 @@ class LayerCapture:
         size_bytes = _size(self._first, self._is_known)
         return 0 if size_bytes > PIECE_BYTES and can_share(self._target) else size_bytes
 
-    def prepare(self, mapped: Callable[[], Collection[int]] = frozenset) -> None:
+    def prepare(self, mapped: Mapped = frozenset) -> None:
         """Copy all that is there, once. What moves meanwhile is left to `settle`, if it is little. `mapped` tells what
         is mapped now; it is asked after each look, because what is mapped later moves the ctime at its first fault."""
         if not self._believed_ns:
@@ -179,7 +182,7 @@ class LayerCapture:
         self._copied_bytes += size_bytes
         self._check(0, self._copied_bytes)
 
-    def _catch_up(self, bounds: Bounds, mapped: Callable[[], Collection[int]]) -> None:
+    def _catch_up(self, bounds: Bounds, mapped: Mapped) -> None:
         """Copy what has changed since, until what is left may be copied frozen. Refused when it does not get less: when
         more than half of what was copied has changed meanwhile."""
         before_bytes = self._copied_bytes
