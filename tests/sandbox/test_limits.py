@@ -222,11 +222,17 @@ async def test_a_container_that_is_too_large(home: Path) -> None:
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("hold", [False, True])
-async def test_a_log_that_grows_all_the_time(home: Path, hold: bool) -> None:
+async def test_a_file_that_never_rests(home: Path, hold: bool) -> None:
     async with limited(home, Limits(frozen_bytes=MB, held_bytes=MB)) as bench:
         live = await bench.create()
-        await live.sh("head -c 4000000 /dev/urandom > log; (while :; do echo line >> log; done) > /dev/null 2>&1 &")
-        await refused(live, r"log grew by [\d,]+ bytes while it was copied; 4,[\d,]+ bytes would be copied", hold)
+        await live.sh("""head -c 4000000 /dev/urandom > db
+            python3 -c "if True:
+                import mmap, signal
+                kept = mmap.mmap(open('db', 'r+').fileno(), 0)
+                open('up', 'w')
+                signal.pause()" > /dev/null 2>&1 &
+            until [ -e up ]; do :; done""")
+        await refused(live, r"/testbed/db changed while it was copied; 4,[\d,]+ bytes would be copied", hold)
 
 
 @pytest.mark.sandbox
