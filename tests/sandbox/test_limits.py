@@ -228,7 +228,8 @@ async def test_a_file_that_never_rests(home: Path, hold: bool) -> None:
         await live.sh("""head -c 4000000 /dev/urandom > db
             python3 -c "if True:
                 import mmap, signal
-                kept = mmap.mmap(open('db', 'r+').fileno(), 0)
+                file = open('db', 'r+')
+                kept = mmap.mmap(file.fileno(), 0)
                 open('up', 'w')
                 signal.pause()" > /dev/null 2>&1 &
             until [ -e up ]; do :; done""")
