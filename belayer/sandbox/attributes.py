@@ -95,14 +95,10 @@ def _inside(thread: int) -> int:
     return int(text.status_of(thread)["NSpid"].split()[-1])
 
 
-def enter(namespace: Path, kind: int) -> None:
-    """setns(2) for this thread."""
-    fd = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if _libc().setns(fd, kind) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(namespace))
-    finally:
-        os.close(fd)
+def enter(namespace: int, kind: int) -> None:
+    """setns(2) for this thread, into the namespace open as `namespace`."""
+    if _libc().setns(namespace, kind) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _scheduling(pid: int) -> str:

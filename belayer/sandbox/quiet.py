@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,24 +103,20 @@ def _devices(pid: int, tmpfs: tuple[str, ...]) -> Iterator[str]:
 def has_ipc_objects(pid: int) -> bool:
     """Whether there are System V objects in the process's namespace: they outlive the processes that made them.
 
-    /proc/sysvipc shows the namespace of whoever opens it, so a thread goes there for that. OSError when it cannot.
+    /proc/sysvipc shows the namespace of whoever opens it, so this thread goes there for a moment; a thread of its own
+    would have to wait for a processor while the container is frozen. OSError when it cannot.
     """
-    found: list[bool | OSError] = []
-
-    def look() -> None:
+    own = os.open("/proc/thread-self/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)
+    there = os.open(f"/proc/{pid}/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        attributes.enter(there, CLONE_NEWIPC)
         try:
-            attributes.enter(Path(f"/proc/{pid}/ns/ipc"), CLONE_NEWIPC)
-            listings = [Path(f"/proc/sysvipc/{kind}").read_bytes() for kind in ("shm", "sem", "msg")]
-            found.append(any(listing.count(b"\n") > 1 for listing in listings))
-        except OSError as error:
-            found.append(error)
-
-    visitor = threading.Thread(target=look, name=f"in the ipc namespace of {pid}", daemon=True)
-    visitor.start()
-    visitor.join()
-    if isinstance(found[0], OSError):
-        raise found[0]
-    return found[0]
+            return any(Path(f"/proc/sysvipc/{kind}").read_bytes().count(b"\n") > 1 for kind in ("shm", "sem", "msg"))
+        finally:
+            attributes.enter(own, CLONE_NEWIPC)
+    finally:
+        os.close(own)
+        os.close(there)
 
 
 def _is_filled(pid: int, folder: str) -> bool:
