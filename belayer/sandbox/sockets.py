@@ -1,14 +1,18 @@
-"""Sockets that cannot come back: those that hang on the container's own address, which a restored one does not have,
-and connections that nobody has accepted yet, which CRIU does not dump.
+"""Sockets that cannot come back: those that hang on the container's own address, which a restored one does not have;
+connections that nobody has accepted yet, which CRIU does not dump; ping's, and memberships of multicast groups.
 
 Loopback is the same everywhere and a wildcard is any address, so what is bound to those is fine, in any state. So is
 what the kernel alone still holds (connections that wait for their last packets): no process would miss it. Sources:
-Linux, networking/proc_net_tcp.rst, whose columns udp, raw and icmp share; packet(7).
+Linux, networking/proc_net_tcp.rst, whose columns udp and raw share; packet(7). What
+is bound and does nothing yet is in no table: a copy of the descriptor tells (pidfd_getfd(2)).
 """
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
+import os
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,7 +20,13 @@ from pathlib import Path
 
 from belayer.sandbox.text import rows_of
 
-TABLES = ("tcp", "udp", "udplite", "raw", "icmp")
+TABLES = ("tcp", "udp", "udplite", "raw")
+PIDFD_GETFD = 438
+EVERYBODY = ("010000E0", "ff020000000000000000000000000001", "ff010000000000000000000000000001")
+"""Groups that every interface is in."""
+SOLICITED = "ff0200000000000000000001ff"
+"""So begin those that follow from its addresses."""
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 LOOPBACK_INDEX = 1
 LISTENING = "0A"
 ACCEPTABLE = ("01", "08")
@@ -29,7 +39,42 @@ def bound_here(init: int, processes: Iterable[int]) -> tuple[int, str] | None:
     """A process (host pid) with such a socket, and which. Process 1's when it is on its way between two processes."""
     for inode, what in _bound_here(Path(f"/proc/{init}/net")):
         return _holder(f"socket:[{inode}]", processes) or init, what
+    for group in _groups(Path(f"/proc/{init}/net")):
+        return init, f"a process of it has joined the multicast group {group}, and would not be in it after a restore"
+    for pid in processes:
+        for held in _inet_sockets(pid):
+            if held.type == socket.SOCK_DGRAM and held.proto in (socket.IPPROTO_ICMP, socket.IPPROTO_ICMPV6):
+                return pid, "it has a ping socket (SOCK_DGRAM of ICMP), which CRIU cannot bring back"
+            address, port = held.getsockname()[:2]
+            if not _is_everywhere(ipaddress.ip_address(address.partition("%")[0])):
+                return pid, f"it has a socket bound to {address} port {port}, {NOT_ELSEWHERE}"
     return None
+
+
+def _groups(net: Path) -> Iterator[str]:
+    """Multicast groups that somebody has joined."""
+    for row in _rows(net / "igmp"):
+        if len(row[0]) == 8 and row[0] not in EVERYBODY:  # the other rows count the interfaces
+            yield str(_address(f"{row[0]}:0"))
+    for row in _rows(net / "igmp6", header=0):
+        if row[2] not in EVERYBODY and not row[2].startswith(SOLICITED):
+            yield str(ipaddress.ip_address(bytes.fromhex(row[2])))
+
+
+def _inet_sockets(pid: int) -> Iterator[socket.socket]:
+    """Copies of the process's sockets of IPv4 and IPv6, each open until the next."""
+    with suppress(OSError):  # it has ended
+        pidfd = os.pidfd_open(pid)
+        try:
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                if str(link.readlink()).startswith("socket:["):
+                    copy = _libc.syscall(PIDFD_GETFD, pidfd, int(link.name), 0)
+                    if copy >= 0:
+                        with socket.socket(fileno=copy) as held:
+                            if held.family in (socket.AF_INET, socket.AF_INET6):
+                                yield held
+        finally:
+            os.close(pidfd)
 
 
 def _bound_here(net: Path) -> Iterator[tuple[str, str]]:
@@ -56,15 +101,19 @@ def _bound_here(net: Path) -> Iterator[tuple[str, str]]:
             yield row[8], f"it has a packet socket on network interface {row[4]}, {NOT_ELSEWHERE}"
 
 
-def _rows(table: Path) -> list[list[str]]:
+def _rows(table: Path, header: int = 1) -> list[list[str]]:
     """Empty where the kernel has no such sockets."""
     with suppress(FileNotFoundError):
-        return [row.decode().split() for row in rows_of(table)[1:]]
+        return [row.decode().split() for row in rows_of(table)[header:]]
     return []
 
 
 def _is_anywhere(field: str) -> bool:
-    address = _address(field)
+    return _is_everywhere(_address(field))
+
+
+def _is_everywhere(address: Address) -> bool:
+    address = getattr(address, "ipv4_mapped", None) or address
     return address.is_loopback or address.is_unspecified
 
 
@@ -72,7 +121,7 @@ def _named(field: str) -> str:
     return f"{_address(field)} port {int(field.split(':')[1], 16)}"
 
 
-def _address(field: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _address(field: str) -> Address:
     """Of "ADDRESS:PORT" in hexadecimal, the address in words of the processor's byte order."""
     words = bytes.fromhex(field.split(":")[0])
     network = b"".join(words[at : at + 4][:: -1 if sys.byteorder == "little" else 1] for at in range(0, len(words), 4))
@@ -87,3 +136,6 @@ def _holder(target: str, processes: Iterable[int]) -> int:
             if any(str(fd.readlink()) == target for fd in Path(f"/proc/{pid}/fd").iterdir()):
                 return pid
     return 0
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

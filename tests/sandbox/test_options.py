@@ -221,6 +221,7 @@ TIED = {
         "TCP connection with .* port {port}, outside the container, from .* port",
     ),
     "listening": ("s = socket(); s.bind((own, 8000)); s.listen()", "TCP socket bound to .* port 8000"),
+    "bound, no more": ("s = socket(); s.bind((own, 8000))", "a socket bound to 172.* port 8000"),
     "listening, in IPv6": (
         "s = socket(AF_INET6); s.bind(('::ffff:' + own, 8000)); s.listen()",
         "TCP socket bound to 172.* port 8000",

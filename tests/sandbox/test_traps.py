@@ -50,6 +50,15 @@ WORKS = {
         + "c.send(b'before '); wait(); c.send(b'after'); s = b''\nwhile len(s) < 12: s += a.recv(12)\nsay(s)",
         "b'before after'",
     ),
+    "bound-no-more": (
+        "s = socket.socket(); s.bind(('127.0.0.1', 8004)); wait(); s.listen(); say(s.getsockname())",
+        "('127.0.0.1', 8004)",
+    ),
+    "raw": (
+        "s = socket.socket(type=socket.SOCK_RAW, proto=1); wait()\n"
+        "s.sendto(b'\\x08\\0\\xf7\\xff\\0\\0\\0\\0', ('127.0.0.1', 0)); say(s.recv(99)[20:21])",
+        "b'\\x08'",
+    ),
     "udp": (
         "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 8003)); wait()\n"
         "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 8003)); say(s.recv(9))",
@@ -175,6 +184,17 @@ REFUSED = {
     "inotify-proc": (
         "fd = libc.inotify_init(); libc.inotify_add_watch(fd, b'/proc/1/status', 2); wait()",
         "it watches a file of proc with inotify",
+    ),
+    "ping": ("s = socket.socket(type=socket.SOCK_DGRAM, proto=1); wait()", "it has a ping socket"),
+    "multicast": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('', 5353))\n"
+        "s.setsockopt(0, 35, socket.inet_aton('224.0.0.251') + socket.inet_aton('127.0.0.1')); wait()",
+        "multicast group 224.0.0.251",
+    ),
+    "multicast-in-ipv6": (
+        "s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)\n"
+        "s.setsockopt(41, 20, socket.inet_pton(socket.AF_INET6, 'ff02::fb') + struct.pack('I', 1)); wait()",
+        "multicast group ff02::fb",
     ),
     "ptrace": (
         "p = os.fork()\nif p == 0: select.select([], [], [])\nlibc.ptrace(16, p, 0, 0); wait()",
