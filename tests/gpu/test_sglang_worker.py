@@ -7,13 +7,16 @@ the main and the shadow that the one before left, and the actors have armed a ne
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+import pickle
 import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -219,6 +222,25 @@ async def test_a_long_prefill_is_no_hang(cell: Cell) -> None:
     assert time.monotonic() - began_s > PREFILL_S and len(tokens) == 5
     assert (await cell.state()).main == state.main
     assert not (await cell.state()).engines[state.main].evidence
+
+
+async def test_new_weights_are_known_to_the_journal_and_so_are_the_next_mains(cell: Cell) -> None:
+    """An update as a trainer makes it, of no tensor, so that the tokens stay: then its main dies."""
+
+    async def serving_7() -> str:
+        serving = (await cell.state()).serving
+        return "" if serving is None or serving.weight_version != 7 else serving.registered.incarnation
+
+    state = await cell.ready()
+    assert state.serving is not None and state.serving.weight_version == 0
+    nothing = base64.b64encode(pickle.dumps([])).decode()
+    body = {"serialized_named_tensors": [nothing], "weight_version": "7"}
+    url = f"{state.serving.registered.address}/update_weights_from_tensor"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
+    assert await until(serving_7, 10.0, "the version in the journal") == state.main
+    await fail_in_mid_stream(cell, "seven-", signal.SIGKILL)
+    assert await until(serving_7, 10.0, "the version of the next main") != state.main
 
 
 async def test_without_its_memory_server_a_main_serves_on_and_is_replaced_when_idle(cell: Cell) -> None:
