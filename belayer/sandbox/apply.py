@@ -12,7 +12,17 @@ from pathlib import Path
 
 from belayer.sandbox.layer import in_folders
 from belayer.sandbox.removal import remove_entry
-from belayer.sandbox.scan import FOLDER, Scan, copy_entry, copy_metadata, copy_xattrs_of, parent_of, scan
+from belayer.sandbox.scan import (
+    FOLDER,
+    Scan,
+    copy_entry,
+    copy_metadata,
+    copy_root_metadata,
+    copy_root_xattrs,
+    copy_xattrs_of,
+    parent_of,
+    scan,
+)
 
 OPAQUE = "trusted.overlay.opaque"
 OUR_MOUNTS = frozenset((b".belayer", b".belayer/control", b".belayer/runner.py"))
@@ -56,6 +66,8 @@ def _apply(source: int, target: int, entries: Scan) -> None:
         if stat.S_ISDIR(entries[path].st_mode):
             with parent_of(target, path) as (into, name):
                 copy_metadata(into, name, entries[path])
+    copy_root_xattrs(source, target)
+    copy_root_metadata(target, os.fstat(source))
 
 
 def _apply_other(folder: int, into: int, name: bytes, found: os.stat_result) -> None:

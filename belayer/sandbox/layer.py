@@ -32,6 +32,8 @@ from belayer.sandbox.scan import (
     can_share,
     copy_entry,
     copy_metadata,
+    copy_root_metadata,
+    copy_root_xattrs,
     copy_xattrs_of,
     parent_of,
     scan,
@@ -76,6 +78,7 @@ class LayerCapture:
         self._first: Scan = {}
         self._last: Scan = {}
         self._root: tuple[int, int] | None = None
+        self._root_found = os.fstat(self._source)
         self._believed_ns = 0
         self._reused: set[bytes] = set()
         self._missed: set[bytes] = set()
@@ -121,6 +124,8 @@ class LayerCapture:
         mapped shared, by the numbers that the container sees (`mapped.py`)."""
         self._mapped.update(mapped)
         self._root = root_of(self._source, self._believed_ns)
+        self._root_found = os.fstat(self._source)
+        copy_root_xattrs(self._source, self._target)
         self._last = self._look()
         changes = self._changes(self._last)
         if self._bounds is not None and (behind := self._behind(self._bounds, changes)):
@@ -158,10 +163,7 @@ class LayerCapture:
             if stat.S_ISDIR(self._last[path].st_mode):
                 with parent_of(self._target, path) as (folder, name):
                     copy_metadata(folder, name, self._last[path])
-        root = os.fstat(self._source)
-        os.fchown(self._target, root.st_uid, root.st_gid)
-        os.fchmod(self._target, stat.S_IMODE(root.st_mode))
-        os.utime(self._target, ns=(root.st_atime_ns, root.st_mtime_ns))
+        copy_root_metadata(self._target, self._root_found)
 
     # --- steps ---
 

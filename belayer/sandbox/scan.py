@@ -122,14 +122,27 @@ def copy_xattrs_of(source: int, target: int, name: bytes) -> None:
     try:
         copy = os.open(name, FOLDER, dir_fd=target)
         try:
-            for old in os.listxattr(copy):
-                if not old.startswith(OVERLAY):
-                    os.removexattr(copy, old)
+            _remove_xattrs(copy)
             _copy_xattrs(original, copy)
         finally:
             os.close(copy)
     finally:
         os.close(original)
+
+
+def copy_root_xattrs(root: int, copy: int) -> None:
+    """The same for the folders that layers themselves are. What overlay notes there is each mount's own."""
+    _remove_xattrs(copy)
+    for name in os.listxattr(root):
+        if not name.startswith(OVERLAY):
+            os.setxattr(copy, name, os.getxattr(root, name))
+
+
+def copy_root_metadata(copy: int, found: os.stat_result) -> None:
+    """Owner, mode and times for the folder that a layer itself is, open as `copy`."""
+    os.fchown(copy, found.st_uid, found.st_gid)
+    os.fchmod(copy, stat.S_IMODE(found.st_mode))
+    os.utime(copy, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def _copy_file(source: int, target: int, name: bytes, found: os.stat_result, step: Step) -> bool:
@@ -211,6 +224,12 @@ def file_system_of(fd: int) -> int:
     if libc.fstatfs(fd, buffer) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return buffer[0]
+
+
+def _remove_xattrs(copy: int) -> None:
+    for old in os.listxattr(copy):
+        if not old.startswith(OVERLAY):
+            os.removexattr(copy, old)
 
 
 def _copy_xattrs(original: int, copy: int) -> None:

@@ -106,6 +106,21 @@ def test_a_write_through_a_mapping_is_never_missed(layer: Layer) -> None:
     assert (layer.capture() / "mapped").read_bytes()[0] == 3
 
 
+def test_the_layers_own_folder_is_as_it_was_in_the_freeze(layer: Layer, tmp_path: Path) -> None:
+    os.setxattr(layer.upper, "user.mark", b"x")
+    layer.upper.chmod(0o2711)
+    target = tmp_path / "target"
+    target.mkdir()
+    with LayerCapture(layer.upper, target) as capture:
+        capture.prepare()
+        capture.settle(())
+        layer.upper.chmod(0o777)
+        os.setxattr(layer.upper, "user.mark", b"later")
+        capture.finish("c")
+    assert target.stat().st_mode & 0o7777 == 0o2711
+    assert os.getxattr(target, "user.mark") == b"x"
+
+
 def test_hard_links_stay_one_file(layer: Layer) -> None:
     (layer.upper / "a").write_text("x")
     os.link(layer.upper / "a", layer.upper / "b")

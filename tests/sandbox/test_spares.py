@@ -89,3 +89,22 @@ async def test_overlays_own_attributes_do_not_show_in_a_container_that_was_a_spa
     back = await live.kill_and_restore(checkpoint)
     root = f"/proc/{back.incarnation.pid}/root"
     assert [os.listxattr(root + path) for path in ("/etc", "/etc/issue", "/opt", "/opt/new", "/tmp")] == [[]] * 5
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["in a new container", "in a spare one"])
+async def test_the_root_itself_comes_back(home: Path, count: int) -> None:
+    async with open_host(home, spares=count) as host, bench_of(host) as bench:
+        live = await bench.create()
+        look = "python3 -c 'import os; print(os.listxattr(\"/\"))'; stat -c '%a %u %g %Y' /"
+        mark = 'python3 -c \'import os; os.setxattr("/", "user.a", b"b")\''
+        await live.sh(f"{mark}; chown 1:2 /; chmod 2711 /; touch -d 2001-01-01 /")
+        seen = await live.sh(look)
+        checkpoint = await live.checkpoint()
+        await host.spares_settled()
+        back = await live.kill_and_restore(checkpoint)
+        assert await back.sh(look) == seen
+        await back.sh('python3 -c \'import os; os.removexattr("/", "user.a")\'')
+        seen = await back.sh(look)
+        checkpoint = await back.checkpoint()
+        await host.spares_settled()
+        assert await (await back.kill_and_restore(checkpoint)).sh(look) == seen
