@@ -256,7 +256,7 @@ class Capture:
                 worker.dump(
                     target,
                     images,
-                    max(1.0, self._bounds.left_s),
+                    self._bounds.dump_s,
                     when_ready,
                     before_release,
                     still_wanted=lambda: _in_the_way(held),
