@@ -10,9 +10,13 @@ from belayer.gpu.gateway.text import Tokenizer
 SPECIAL = ["<system>", "<user>", "<assistant>", "<tool>", "<call>", "<end>", *(f"<reserved{n}>" for n in range(10))]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "Ġwor l", "Ġworl d"]
 TEMPLATE = (
+    "{%- if tools %}<system>{{ tools | tojson }}{{ eos_token }}{% endif -%}"
     "{%- for message in messages %}"
-    "{%- if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif -%}"
-    "<{{ message.role }}>{{ message.content }}{{ eos_token }}"
+    "{%- if message.role not in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ raise_exception('no such role') }}{% endif -%}"
+    "<{{ message.role }}>{{ message.content }}"
+    "{%- for call in message.tool_calls %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{%- endfor %}{{ eos_token }}"
     "{%- endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

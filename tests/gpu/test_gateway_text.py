@@ -182,9 +182,42 @@ async def test_the_next_turn_of_a_chat_keeps_the_tokens_that_came(tmp_path: Path
             assert await made.findings() == []
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+SHOWN = '<system>[{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]<end>'
+
+
+async def test_tools_are_shown_to_the_model_and_its_call_is_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The second turn is as OpenAI's callers write it down: arguments as JSON, null content."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
+    first = SHOWN + "<user>hi<end><assistant>"
+    again = first + '<call>look{"at": "x"}<end><tool>seen<end><assistant>'
+    said = [*tokenizer.encode('<call>look{"at": "x"}', special=False), END]
+    tool_turn = tokenizer.encode("<tool>seen<end><assistant>", special=False)
+    prompt = tokenizer.encode(first, special=False)
+    recording = TokenRecording("s", prompt, [said, [*b"ok", END]])
+    assert tokenizer.encode(again, special=False) == [*prompt, *said, *tool_turn]
+    async with site(tmp_path, recording=recording) as made:
+        await made.worker()
+        async with made.gateway(tokenizer=tokenizer) as client:
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+            body = {"messages": messages, "tools": [TOOL], "tool_choice": "auto", "trajectory": "t"}
+            answer = await client.ask("/v1/chat/completions", **body)
+            assert answer.body["choices"][0]["message"]["content"] == '<call>look{"at": "x"}'
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append({"role": "tool", "tool_call_id": "1", "content": "seen"})
+            answer = await client.ask("/v1/chat/completions", **body)
+            assert answer.body["choices"][0]["message"]["content"] == "ok", answer
+            unshown = await client.ask("/v1/chat/completions", **{**body, "tool_choice": "none", "trajectory": "u"})
+            assert unshown.status == 400, "without the tools the prompt is not the recording's"
+
+
 WRONG = [
     ("/v1/chat/completions", {"messages": [{"role": "nosuch", "content": ""}]}, "no such role"),
-    ("/v1/chat/completions", {"messages": [], "tools": [{"type": "function"}]}, "tools="),
+    ("/v1/chat/completions", {"messages": [], "tools": [{"type": "function"}]}, "is no function"),
+    ("/v1/chat/completions", {"messages": [], "tools": [TOOL], "tool_choice": "required"}, "give tool_choice auto"),
+    ("/v1/chat/completions", {"messages": [], "tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ("/v1/chat/completions", {"messages": [], "tools": [TOOL], "chat_template_kwargs": {"tools": []}}, "given twice"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool_calls: not as"),
     ("/v1/chat/completions", {"messages": [], "top_logprobs": 2}, "top_logprobs=2"),
     ("/v1/completions", {"prompt": "x", "n": 2}, "n=2"),
     ("/v1/completions", {"prompt": "x", "logprobs": 5}, "give 0 or 1"),

@@ -70,9 +70,12 @@ class ChatBody(Common, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
-    top_logprobs: Any = None
-    tools: Any = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    skip_special_tokens: bool | None = None
+    """Without it: not where there are tools, since many models say with such tokens that they call one."""
+    top_logprobs: Any = None
     functions: Any = None
     response_format: Any = None
 
@@ -80,7 +83,7 @@ class ChatBody(Common, forbid_unknown_fields=True, kw_only=True):
 _PASSED = ("top_p", "top_k", "min_p", "ignore_eos", "logit_bias")
 _REFUSED = Common.__struct_fields__[Common.__struct_fields__.index("frequency_penalty") :]
 _REFUSED_COMPLETION = ("best_of", "echo", "suffix")
-_REFUSED_CHAT = ("top_logprobs", "tools", "functions", "response_format")
+_REFUSED_CHAT = ("top_logprobs", "functions", "response_format")
 
 
 def asked_completion(body: bytes, headers: Mapping[str, str], offset: int) -> tuple[Asked, Form]:
@@ -98,10 +101,47 @@ def asked_chat(body: bytes, headers: Mapping[str, str], offset: int, tokenizer: 
     given = _decoded(body, ChatBody, _REFUSED + _REFUSED_CHAT)
     if given.response_format and given.response_format != {"type": "text"}:
         raise wrong("response_format: a grammar cannot be kept when an engine is replaced; leave it out")
-    text = need(tokenizer).chat(given.messages, given.chat_template_kwargs or {})
+    options = dict(given.chat_template_kwargs or {})
+    if tools := _tools(given):
+        options["tools"] = tools
+        given.skip_special_tokens = bool(given.skip_special_tokens)
+    text = need(tokenizer).chat([_message(message) for message in given.messages], options)
     limit = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     made = _asked(given, headers, limit, text=text, adds_special_tokens=False)
     return made, _form(given, bool(given.logprobs), offset, "chat")
+
+
+def _tools(given: ChatBody) -> list[dict[str, Any]]:
+    """What the chat template is to show the model. RefusedError: no functions, or the model would have to be forced."""
+    tools = given.tools or []
+    for tool in tools:
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or "name" not in function:
+            raise wrong(f"tools: {tool!r} is no function; give objects of type function, with a function and its name")
+    if given.tool_choice not in (None, "auto", "none") or given.parallel_tool_calls is False:
+        raise wrong(
+            "tool_choice and parallel_tool_calls: a grammar would have to force the model, and none can be kept when "
+            "an engine is replaced; leave them out, or give tool_choice auto or none"
+        )
+    if tools and "tools" in (given.chat_template_kwargs or {}):
+        raise wrong("tools are given twice, also in chat_template_kwargs; give them once")
+    return [] if given.tool_choice == "none" else tools
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """As chat templates take it: a tool call's arguments are an object, where OpenAI has its JSON; no null content."""
+    made = {**given, "content": "" if given.get("content") is None else given["content"]}
+    if calls := given.get("tool_calls"):
+        try:
+            made["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
+        except (KeyError, TypeError, msgspec.DecodeError) as error:
+            raise wrong(f"tool_calls: not as OpenAI has them, with function, name and arguments ({error!r})") from None
+    return made
+
+
+def _function(given: dict[str, Any]) -> dict[str, Any]:
+    arguments = given["arguments"]
+    return {**given, "arguments": msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments}
 
 
 def need(tokenizer: Tokenizer | None) -> Tokenizer:
