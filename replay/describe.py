@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -53,6 +53,8 @@ def _by_name(value: Any) -> Any:
     """Structs inside events travel as arrays; for people their fields have names."""
     if isinstance(value, msgspec.Struct):
         return {name: getattr(value, name) for name in value.__struct_fields__}
+    if isinstance(value, tuple):
+        return [_by_name(one) for one in cast("tuple[Any, ...]", value)]
     return value
 
 

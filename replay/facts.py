@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from belayer.journal.events import LeftOut
 from belayer.projections.trajectory import Boundary
 from replay.boundaries import BoundaryIndex
 
@@ -16,6 +17,12 @@ class Resumption(NamedTuple):
     sequence: int
     boundary: Boundary
     incarnation: str
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def names(left_out: tuple[LeftOut, ...]) -> str:
+    """What a checkpoint or an environment lacks, in a few words."""
+    return ", ".join(f"{one.what} (pid {one.pid})" if one.pid else one.what for one in left_out) or "nothing"
 
 
 class TrajectoryFacts(msgspec.Struct, frozen=True):
@@ -40,6 +47,7 @@ class Container(NamedTuple):
     sequence: int
     incarnation: str
     boundary: Boundary
+    left_out: tuple[LeftOut, ...]
     unproven: bool
 
 

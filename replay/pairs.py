@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from replay.boundaries import NEVER
-from replay.facts import Capture, Container, SandboxFacts, TrajectoryFacts, WorkerFacts
+from replay.facts import Capture, Container, SandboxFacts, TrajectoryFacts, WorkerFacts, names
 from replay.findings import Check, Findings
 
 
@@ -72,16 +72,20 @@ def _placed(sandbox: SandboxFacts, trajectory: TrajectoryFacts) -> Iterator[tupl
 
 def check_resumptions(trajectory: TrajectoryFacts, sandbox: SandboxFacts, findings: Findings) -> None:
     """Where the trajectory went on, its sandbox really stood at that boundary. The trajectory's findings."""
-    began_at = {container.incarnation: container.boundary for container in sandbox.containers}
+    known = {container.incarnation: container for container in sandbox.containers}
     must_be_there = sandbox.removed
     problems: list[tuple[int, str]] = []
-    for sequence, boundary, incarnation in reversed(trajectory.resumptions):
-        began = began_at.get(incarnation)
+    for sequence, boundary, incarnation, left_out in reversed(trajectory.resumptions):
+        container = known.get(incarnation)
+        began = None if container is None else container.boundary
         if began is None and must_be_there:
             problems.append((sequence, f"goes on in {incarnation}, which its sandbox never was"))
         elif began is not None and began != boundary:
             what = f"goes on in {incarnation} at boundary {tuple(boundary)}"
             problems.append((sequence, f"{what}, but that sandbox began at {tuple(began)}"))
+        elif container is not None and container.left_out != left_out:
+            what = f"goes on in {incarnation}, which lacks {names(container.left_out)}"
+            problems.append((sequence, f"{what}, but says that it lacks {names(left_out)}"))
         must_be_there |= began is not None
     for sequence, problem in reversed(problems):
         findings.add(sequence, Check.ENVIRONMENT, problem)

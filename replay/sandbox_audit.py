@@ -28,7 +28,7 @@ from belayer.journal.events import (
 )
 from belayer.projections.sandbox import EMPTY, SandboxState, evolve
 from belayer.projections.trajectory import INITIAL, Boundary
-from replay.facts import Capture, Container, SandboxFacts
+from replay.facts import Capture, Container, SandboxFacts, names
 from replay.findings import Check, Findings
 
 Objection = tuple[Check, str]
@@ -70,10 +70,10 @@ class SandboxAudit:
         """Keep what `replay.pairs` compares; of an event that is wrong by itself nothing more is to be said."""
         match event:
             case SandboxCreated():
-                self._containers.append(Container(sequence, event.incarnation, INITIAL, unproven=False))
+                self._containers.append(Container(sequence, event.incarnation, INITIAL, (), unproven=False))
             case SandboxRestored():
                 at = Boundary(event.boundary, event.boundary_sequence)
-                self._containers.append(Container(sequence, event.incarnation, at, unproven=sound))
+                self._containers.append(Container(sequence, event.incarnation, at, event.left_out, sound))
             case CheckpointStarted() if sound:
                 at = Boundary(event.boundary, event.boundary_sequence)
                 self._captures.append(Capture(sequence, event.checkpoint, event.incarnation, at))
@@ -159,7 +159,10 @@ def _restore_problem(state: SandboxState, event: SandboxRestored) -> Objection |
     if not held:
         return Check.RESTORE, f"checkpoint {event.checkpoint} was not published, or was discarded, when it was restored"
     if at in held:
-        return None
+        lacks = state.published[event.checkpoint].left_out if event.checkpoint else ()
+        if event.left_out == lacks:
+            return None
+        return Check.RESTORE, f"checkpoint {event.checkpoint} lacks {names(lacks)}, the restore {names(event.left_out)}"
     there = " and ".join(str(tuple(boundary)) for boundary in held)
     return Check.RESTORE, f"{event.checkpoint or 'the initial state'} holds boundary {there}, not {tuple(at)}"
 

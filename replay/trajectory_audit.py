@@ -139,7 +139,7 @@ class TrajectoryAudit:
             case TrajectoryResumed():
                 boundary = Boundary(event.boundary, event.boundary_sequence)
                 if self._environment.resume(event.sandbox_incarnation, boundary):
-                    self._resumptions.append(Resumption(sequence, boundary, event.sandbox_incarnation))
+                    self._resumptions.append(Resumption(sequence, boundary, event.sandbox_incarnation, event.left_out))
             case Rewound():
                 self._boundaries.supersede(event.to_sequence, sequence)
                 self._cut = (self._state.generations + 1, self._state.boundary.number + 1)

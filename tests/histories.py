@@ -21,6 +21,7 @@ from belayer.journal.events import (
     GenerationFinished,
     GenerationResumed,
     GenerationStarted,
+    LeftOut,
     RecoveryStarted,
     Rewound,
     SandboxCreated,
@@ -103,7 +104,9 @@ def _checkpoint(life: Life, draw: st.DrawFn) -> None:
     if outcome == 4 and earlier:
         life.note(CheckpointExtended(earlier, name, life.container.incarnation, at.number, at.sequence, 0.001, 0.01))
     elif outcome:
-        life.note(CheckpointPublished(name, life.container.incarnation, at.number, at.sequence, 10, 0.01, 0.1))
+        alone = (LeftOut(7, "server", "drawn"),) if draw(st.booleans()) else ()
+        place = life.container.incarnation, at.number, at.sequence
+        life.note(CheckpointPublished(name, *place, 10, 0.01, 0.1, 10, (), alone))
     else:
         life.note(CheckpointDiscarded(name, "drawn"))
 
@@ -129,10 +132,11 @@ def _fail(life: Life, draw: st.DrawFn) -> None:
     life.write(RecoveryStarted(failed, "restore", "recovery"))
     at = decision.boundary
     new = f"box-e{len(life.box)}"
-    life.note(SandboxRestored(decision.checkpoint, at.number, at.sequence, new, "c2", "sha256:1", "host", 11, 101, 0.1))
+    made = new, "c2", "sha256:1", "host", 11, 101, 0.1, decision.left_out
+    life.note(SandboxRestored(decision.checkpoint, at.number, at.sequence, *made))
     if decision.rewind:
         life.write(Rewound(at.number, at.sequence, "drawn"))
-    life.write(TrajectoryResumed(at.number, at.sequence, new))
+    life.write(TrajectoryResumed(at.number, at.sequence, new, decision.left_out))
     life.write(EpochStarted(life.prefix.epoch + 1, "rollout"))
 
 

@@ -155,6 +155,7 @@ class Checkpointer:
             report.total_s,
             report.stored_bytes,
             report.not_captured,
+            report.left_out,
         )
         try:
             await writer.append(published)

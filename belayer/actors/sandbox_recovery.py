@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from belayer import ids
 from belayer.actors.actor import foreseen
 from belayer.actors.patience import settled
@@ -18,6 +20,7 @@ from belayer.actors.sandboxes import incarnation_name, look
 from belayer.errors import FencedError, InputError, RestoreFailedError, SandboxFailedError, UnforeseenError
 from belayer.journal.events import (
     CheckpointDiscarded,
+    LeftOut,
     RecoveryStarted,
     Rewound,
     SandboxRemoved,
@@ -107,7 +110,9 @@ class SandboxRecovery:
                 elif (anew := anew + 1) == INITIAL_TRIES:
                     decision = GiveUp(f"its initial state could not be made {anew} times: {error}")
             else:
-                await self._resume(rollout, decision.boundary, decision.rewind, restored.name, failed)
+                await self._resume(
+                    rollout, decision.boundary, decision.rewind, restored.name, failed, decision.left_out
+                )
                 break
         if isinstance(decision, GiveUp):
             await rollout.append(TrajectoryAborted(decision.reason))
@@ -157,6 +162,7 @@ class SandboxRecovery:
             restored.pid,
             restored.pid_start_ticks,
             time.monotonic() - started,
+            decision.left_out,
         )
         try:
             await writer.append(event)
@@ -171,12 +177,19 @@ class SandboxRecovery:
         prefix = trajectory.fold(history)
         if prefix.phase == "recovering":
             rewind = prefix.action is not None or state.restored_from != prefix.boundary
-            await self._resume(rollout, state.restored_from, rewind, state.incarnation, "")
+            left_out = state.container.left_out if isinstance(state.container, SandboxRestored) else ()
+            await self._resume(rollout, state.restored_from, rewind, state.incarnation, "", left_out)
 
     async def _resume(
-        self, rollout: StreamWriter, boundary: Boundary, rewind: bool, incarnation: str, failed: str
+        self,
+        rollout: StreamWriter,
+        boundary: Boundary,
+        rewind: bool,
+        incarnation: str,
+        failed: str,
+        left_out: tuple[LeftOut, ...],
     ) -> None:
-        resumed = TrajectoryResumed(boundary.number, boundary.sequence, incarnation)
+        resumed = TrajectoryResumed(boundary.number, boundary.sequence, incarnation, left_out)
         with steps.step("recovery.resume", stream=str(rollout.stream), epoch=rollout.epoch):
             if rewind:
                 reason = f"sandbox {failed} failed" if failed else "its sandbox failed"
@@ -185,6 +198,7 @@ class SandboxRecovery:
                 await rollout.append(resumed)
         at(rollout)
         fields = {"boundary": boundary.number, "incarnation": incarnation, "rewound": rewind}
+        fields |= {"left_out": [msgspec.structs.asdict(one) for one in left_out]} if left_out else {}
         say("belayer.recovery", "resumed the trajectory", **fields)
 
 
@@ -192,7 +206,9 @@ def _in_words(decision: Plan) -> str:
     match decision:
         case RestoreSandbox():
             source = decision.checkpoint or "the initial state"
-            return f"restore {source} (boundary {decision.boundary.number}){', rewind' if decision.rewind else ''}"
+            without = f" without {len(decision.left_out)} left out of it" if decision.left_out else ""
+            rewind = ", rewind" if decision.rewind else ""
+            return f"restore {source} (boundary {decision.boundary.number}){without}{rewind}"
         case LeaveAlone() | GiveUp():
             return decision.reason
         case _:

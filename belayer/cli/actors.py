@@ -38,6 +38,13 @@ Examples:
 """
 
 
+class Fallback(enum.StrEnum):
+    """What becomes of a boundary at which a process cannot be captured; see docs/decisions/0015-files-alone.md."""
+
+    NONE = "none"
+    FILES = "files"
+
+
 class Boundaries(enum.StrEnum):
     """Which boundaries are captured; see docs/decisions/0006-when-to-checkpoint.md."""
 
@@ -63,6 +70,13 @@ def actors(
         Boundaries,
         typer.Option(envvar="BELAYER_POLICY", help="Which boundaries are captured: every one, or those worth it."),
     ] = Boundaries.EVERY,
+    fallback: Annotated[
+        Fallback,
+        typer.Option(
+            envvar="BELAYER_FALLBACK",
+            help="When a process cannot be captured: no checkpoint, or one of the files alone, marked as such.",
+        ),
+    ] = Fallback.NONE,
     engine: options.EngineOption = options.Kind.RECORDED,
     recordings: options.Recordings = None,
     tokens_per_s: options.TokensPerS = 400.0,
@@ -94,7 +108,7 @@ def actors(
         update_s,
     )
     serving = None if metrics_port is None else (metrics_port, metrics_address)
-    asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s, policy, serving))
+    asyncio.run(_run(chosen, url, namespace, durability, archive, owner_pid, run, relapse_s, policy, fallback, serving))
 
 
 async def _run(
@@ -107,6 +121,7 @@ async def _run(
     run: str | None,
     relapse_s: float,
     policy: Boundaries,
+    fallback: Fallback,
     serving: tuple[int, str] | None,
 ) -> None:
     from belayer.journal.connect import open_store
@@ -119,7 +134,7 @@ async def _run(
         opened = open_archive(archive, namespace)
     owner = os.getpid() if owner_pid is None else owner_pid
     engines = chosen.host(owner)
-    async with open_host() as sandboxes:
+    async with open_host(or_files_only=fallback is Fallback.FILES) as sandboxes:
         store = await open_store(url, durability=durability, namespace=namespace)
         try:
             with contextlib.ExitStack() as stack:

@@ -81,25 +81,21 @@ async def _checkpoints(url: str | None, namespace: str, trajectory: str, verify:
 
 
 def _row(home: Home, name: str, verify: bool) -> dict[str, Any]:
+    import msgspec
+
     from belayer.errors import RestoreFailedError
     from belayer.sandbox.manifest import read_manifest
     from belayer.sandbox.manifest import verify as verify_bytes
 
-    row: dict[str, Any] = {
-        "checkpoint": name,
-        "trajectory": "",
-        "run": "",
-        "action": None,
-        "processes": False,
-        "not_captured": (),
-    }
-    row |= {"age_s": 0.0, "why": "", "damage": ""}
+    row: dict[str, Any] = {"checkpoint": name, "trajectory": "", "run": "", "action": None, "processes": False}
+    row |= {"left_out": [], "not_captured": (), "age_s": 0.0, "why": "", "damage": ""}
     folder = home.checkpoint(name)
     try:
         manifest = read_manifest(folder)
         row |= {"trajectory": manifest.trajectory, "run": manifest.run, "action": manifest.action}
         row |= {"processes": not manifest.quiet, "age_s": round(time.time() - manifest.created_at_s, 1)}
         row["not_captured"] = manifest.not_captured
+        row["left_out"] = [msgspec.structs.asdict(one) for one in manifest.left_out]
         if verify:
             verify_bytes(folder, manifest, thorough=True)
     except RestoreFailedError as error:
@@ -144,6 +140,8 @@ def _print(found: dict[str, Any], verified: bool) -> None:
         table.add_column(heading, overflow="fold", justify="right" if heading in ("size", "alone") else "left")
     for row in found["checkpoints"]:
         remark = Text(f"damaged: {row['damage']}", "bold red") if row["damage"] else Text(row["why"])
+        if row["left_out"]:
+            remark.append(f"\nfiles alone, without {', '.join(one['what'] for one in row['left_out'])}", "yellow")
         if row["not_captured"]:
             remark.append(f"\nwithout the contents of {', '.join(row['not_captured'])}", "yellow")
         table.add_row(

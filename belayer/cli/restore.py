@@ -41,6 +41,8 @@ def restore(
 
 
 async def _restore(name: str, url: str | None, namespace: str, dry_run: bool, force: bool) -> dict[str, Any]:
+    import msgspec
+
     from belayer import ids
     from belayer.actors.reports import report_sandbox_failure
     from belayer.actors.sandbox_recovery import SandboxRecovery
@@ -69,6 +71,7 @@ async def _restore(name: str, url: str | None, namespace: str, dry_run: bool, fo
         outcome |= {
             "checkpoint": decision.checkpoint or "the initial state",
             "boundary": decision.boundary.number,
+            "left_out": [msgspec.structs.asdict(one) for one in decision.left_out],
             "actions_again": before.boundary.number - decision.boundary.number,
             "tokens_again": _tokens_after(before, decision.boundary.sequence) if decision.rewind else 0,
         }
@@ -111,4 +114,7 @@ def _sentences(outcome: dict[str, Any]) -> list[str]:
         f"{outcome['trajectory']}: {done} {outcome['checkpoint']}, boundary {outcome['boundary']}",
         f"generated again: {outcome['actions_again']} actions, {outcome['tokens_again']} tokens; lost: nothing else",
     ]
+    if outcome["left_out"]:
+        gone = ", ".join(one["what"] for one in outcome["left_out"])
+        lines.append(f"not brought back, for the checkpoint holds files alone: {gone}")
     return [*lines, outcome["why"] or f"container {outcome['incarnation']} is up; the trajectory goes on"]

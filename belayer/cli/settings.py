@@ -37,6 +37,7 @@ SETTINGS: Mapping[str, Setting] = {
     "sglang_python": Setting("sglang_python", "BELAYER_SGLANG_PYTHON", "the interpreter that has SGLang"),
     "sglang_arguments": Setting("sglang_arguments", "BELAYER_SGLANG_ARGUMENTS", "SGLang's own arguments"),
     "policy": Setting("policy", "BELAYER_POLICY", "which boundaries are captured: every-boundary or adaptive"),
+    "fallback": Setting("fallback", "BELAYER_FALLBACK", "when a process cannot be captured: none or files"),
     "device": Setting("device", "BELAYER_DEVICE", "the engines' device: cpu or cuda:N"),
     "memory_socket": Setting("memory_socket", "BELAYER_MEMORY_SOCKET", "the device's memory server: its Unix socket"),
     "handover": Setting("handover", "BELAYER_HANDOVER", "when a shadow may take over: late or early"),

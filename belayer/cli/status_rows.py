@@ -45,6 +45,10 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
     sandbox: str
     sandbox_state: str
     sandbox_failures: int
+    checkpoint_left_out: tuple[str, ...] = ()
+    """Of a checkpoint of files alone: what it lacks."""
+    sandbox_left_out: tuple[str, ...] = ()
+    """What the newest recovery did not bring back."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -202,6 +206,8 @@ def _trajectory_row(
         sandbox=container.incarnation,
         sandbox_state=container.phase,
         sandbox_failures=container.failures,
+        checkpoint_left_out=tuple(one.what for one in container.published[newest[0]].left_out) if newest[0] else (),
+        sandbox_left_out=tuple(one.what for one in state.left_out),
     )
 
 

@@ -91,9 +91,13 @@ def _trajectories(rows: list[TrajectoryRow]) -> Table:
     for row in rows:
         there = row.sandbox_state not in ("none", "removed")
         checkpoint = f"boundary {row.checkpoint_boundary}" if row.checkpoint else "initial state" if there else ""
+        if row.checkpoint_left_out:
+            checkpoint += f", files alone, without {row.checkpoint_left_out[0]}"
         sandbox = _state(row.sandbox_state)
         if row.sandbox_failures:
             sandbox.append(f", failed {row.sandbox_failures}x", "dim")
+        if row.sandbox_left_out:
+            sandbox.append(f", without {row.sandbox_left_out[0]}", "yellow")
         table.add_row(
             row.trajectory,
             _state(row.state),

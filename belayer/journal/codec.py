@@ -173,12 +173,13 @@ def decode_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) 
 
 def _decode_envelope(where: str, encoded: memoryview) -> _StoredEnvelope:
     try:
-        return _decoder.decode(encoded)
-    except msgspec.ValidationError as error:
-        problem = str(error)
-    except msgspec.DecodeError as error:
+        try:
+            return _decoder.decode(encoded)
+        except msgspec.ValidationError as error:
+            problem, found = str(error), msgspec.msgpack.decode(encoded)
+    except msgspec.DecodeError as error:  # not even msgpack, perhaps only behind what is no event
         raise CodecError(where, f"not an event: {error}") from None
-    match msgspec.msgpack.decode(encoded):
+    match found:
         case [event_id, previous_digest, time_ns, [str() as tag, *_] as stored]:
             event = _upcast(list(stored))
         case _:

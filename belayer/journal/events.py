@@ -29,6 +29,9 @@ from belayer.journal.sandbox_events import (
     CheckpointStarted as CheckpointStarted,
 )
 from belayer.journal.sandbox_events import (
+    LeftOut as LeftOut,
+)
+from belayer.journal.sandbox_events import (
     SandboxCreated as SandboxCreated,
 )
 from belayer.journal.sandbox_events import (
@@ -187,6 +190,8 @@ class TrajectoryResumed(Event, frozen=True, array_like=True, tag="trajectory-res
     boundary: int
     boundary_sequence: int
     sandbox_incarnation: str
+    left_out: tuple[LeftOut, ...] = ()
+    """Processes of the boundary that the environment lacks now: all else agrees (decision 15)."""
 
 
 class TrajectoryFinished(Event, frozen=True, array_like=True, tag="trajectory-finished"):

@@ -32,6 +32,17 @@ class SandboxSpec(msgspec.Struct, frozen=True, array_like=True):
     cap_add: tuple[str, ...] = ()
 
 
+class LeftOut(msgspec.Struct, frozen=True, array_like=True):
+    """Something of a container that a checkpoint of its files alone leaves out (decision 15)."""
+
+    pid: int
+    """Of a process, as the container counts; 0: it is none."""
+    what: str
+    """Its command line, the first 100 characters; or what else it is (a file in /dev/shm, say)."""
+    cause: str
+    """Why it cannot be captured; empty: it could, but not without those that cannot."""
+
+
 class SandboxCreated(Event, frozen=True, array_like=True, tag="sandbox-created"):
     """A fresh container at boundary 0. `pid` and `pid_start_ticks` name the container's process 1 on its host."""
 
@@ -68,6 +79,8 @@ class CheckpointPublished(Event, frozen=True, array_like=True, tag="checkpoint-p
     """What it added to the disk; `size_bytes` counts what it shares with other checkpoints, too."""
     not_captured: tuple[str, ...] = ()
     """Mount points of the host's folders and volumes, whose contents are not in it."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Not empty: it holds the files alone, as if all these had been killed at the boundary."""
 
 
 class CheckpointExtended(Event, frozen=True, array_like=True, tag="checkpoint-extended"):
@@ -103,6 +116,8 @@ class SandboxRestored(Event, frozen=True, array_like=True, tag="sandbox-restored
     pid: int
     pid_start_ticks: int
     restore_s: float
+    left_out: tuple[LeftOut, ...] = ()
+    """What stood at that boundary and was not brought back, for the checkpoint does not hold it."""
 
 
 class SandboxRemoved(Event, frozen=True, array_like=True, tag="sandbox-removed"):

@@ -3,7 +3,8 @@
 Promises, each a property in tests/projections/test_plan.py:
 - an engine's death loses no journaled token and never touches the sandbox;
 - a sandbox goes back to the newest published checkpoint on the live branch, never past it, never to a superseded one;
-- context and environment agree after every plan: the rewind's boundary is the restored one;
+- context and environment agree after every plan: the rewind's boundary is the restored one. What a checkpoint of files
+  alone lacks of it is in the plan, and such a checkpoint counts as any other (decision 15);
 - tokens generated after the restored boundary are kept when no action ran after it: they fit that environment;
 - a trajectory that has ended is left alone, one whose sandbox fails again and again from one boundary is given up.
 """
@@ -14,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from belayer.journal.events import LeftOut
 from belayer.projections.sandbox import SandboxState
 from belayer.projections.trajectory import INITIAL, Boundary, TrajectoryState
 
@@ -60,6 +62,8 @@ class RestoreSandbox(msgspec.Struct, frozen=True):
     checkpoint: str
     boundary: Boundary
     rewind: bool
+    left_out: tuple[LeftOut, ...] = ()
+    """What of the boundary the checkpoint does not hold: its journal says so before the trajectory goes on."""
 
 
 class GiveUp(msgspec.Struct, frozen=True):
@@ -87,7 +91,8 @@ def plan(trajectory: TrajectoryState, sandbox: SandboxState, failure: Failure) -
                 return GiveUp(f"its sandbox failed {times} times in a row after boundary {number}")
             checkpoint, boundary = newest_checkpoint(trajectory, sandbox)
             overtaken = trajectory.action is not None or boundary != trajectory.boundary
-            return RestoreSandbox(checkpoint, boundary, overtaken)
+            left_out = sandbox.published[checkpoint].left_out if checkpoint else ()
+            return RestoreSandbox(checkpoint, boundary, overtaken, left_out)
 
 
 def newest_checkpoint(trajectory: TrajectoryState, sandbox: SandboxState) -> tuple[str, Boundary]:

@@ -24,6 +24,7 @@ from belayer.journal.events import (
     GenerationFinished,
     GenerationResumed,
     GenerationStarted,
+    LeftOut,
     RecoveryStarted,
     Rewound,
     Sealed,
@@ -103,6 +104,8 @@ class TrajectoryState(msgspec.Struct, frozen=True):
     sequence: int = 0
     rewinds: int = 0
     sandbox_incarnation: str = ""
+    left_out: tuple[LeftOut, ...] = ()
+    """What the newest recovery of the sandbox did not bring back of its boundary (decision 15)."""
     reason: str = ""
     reward: float | None = None
     sealed_with: str = ""
@@ -206,7 +209,8 @@ def evolve(state: TrajectoryState, sequence: int, event: AnyEvent) -> Trajectory
             return replace(state, phase="recovering" if state.phase == "open" else state.phase, sequence=sequence)
         case TrajectoryResumed():
             phase: Phase = "open" if state.phase == "recovering" else state.phase
-            return replace(state, phase=phase, sequence=sequence, sandbox_incarnation=event.sandbox_incarnation)
+            box = event.sandbox_incarnation
+            return replace(state, phase=phase, sequence=sequence, sandbox_incarnation=box, left_out=event.left_out)
         case TrajectoryFinished():
             return replace(state, phase="finished", sequence=sequence, reason=event.reason, reward=event.reward)
         case TrajectoryAborted():

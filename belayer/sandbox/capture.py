@@ -3,8 +3,7 @@
 Order: refuse what would not be captured whole; copy the layer while it may still move; freeze; verify, frozen, that the
 runner is idle after the expected action and that no process is outside its tree; dump the processes, unless there is
 nothing but the idle runner; make the copy of the layer exact, the processes still held; thaw, whatever happened; and
-only then digests, fsync, manifest, rename.
- Should this process die at any point, its lock goes with it: the next to
+only then digests, fsync, manifest, rename. Should this process die at any point, its lock goes with it: the next to
 look thaws the container, and the folder, never published, is removed.
 """
 
@@ -16,14 +15,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
+from belayer.journal.events import LeftOut
 from belayer.processes import is_alive
 from belayer.sandbox import attributes, given, lazy, memory, probe, watches
+from belayer.sandbox.at_boundary import await_idle, await_memory, refuse_marker
 from belayer.sandbox.blobs import image_path, keys_of, layer_path
 from belayer.sandbox.captured import Captured
 from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
 from belayer.sandbox.criu import Criu, CriuError, Target
 from belayer.sandbox.eager import keep_eager
+from belayer.sandbox.files_only import InTheWay, left_out
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture, Mapped
@@ -47,17 +49,13 @@ from belayer.sandbox.mapped import mapped_inodes
 from belayer.sandbox.mounts import external_mounts
 from belayer.sandbox.obstacles import obstacle
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
-from belayer.sandbox.quiet import attributes_in, noise
-from belayer.sandbox.tree import described, is_dying, outsiders
+from belayer.sandbox.quiet import attributes_in, noise, noises
+from belayer.sandbox.tree import described, outsiders, why_it_would_hang
 from belayer.sandbox.unchanged import is_unchanged
 
 LOCK_S = 5.0
-SETTLE_S = 1.0
-"""How long the runner may take from delivering its answer to saying that it is idle."""
-POLL_S = 0.001
 FREEZE_TRIES = 5
 LAZY_S = 20.0
-ASK_EVERY_S = 0.1
 
 
 class Capture:
@@ -75,7 +73,9 @@ class Capture:
         since: str = "",
         hold: bool = False,
         limits: Limits = LIMITS,
+        or_files_only: bool = False,
     ) -> None:
+        """`or_files_only`: when a process cannot be captured, capture the files alone (`files_only.py`)."""
         self._home = home
         self._criu = criu
         self._incarnation = incarnation
@@ -85,10 +85,16 @@ class Capture:
         self._runner = runner
         self._since = since
         self._hold = hold
+        self._or_files_only = or_files_only
+        self._in_the_way: InTheWay | None = None
+        self._files_only = False
+        self._left_out: tuple[LeftOut, ...] = ()
         self._owner = home.owner(incarnation.name)
+        self._control = home.control_folder(incarnation.name)
         self._traits = "" if self._owner is None else self._owner.traits
         self._given = {} if self._owner is None else self._owner.given
         self._bounds = Bounds(incarnation.name, name, limits)
+        self._tmpfs = () if self._owner is None else self._owner.spec.tmpfs
         self._noise = ""
         self._edited = given.Edited({}, b"")
         self._mounts: dict[str, str] = {}
@@ -113,20 +119,26 @@ class Capture:
     def _locked(self, lock: int, started: float) -> CheckpointReport:
         freezer = self._alive_freezer()
         freezer.thaw()  # a dead checkpointer's
-        self._refuse_outsiders(freezer.processes())
-        self._await_idle()
         try:
             given.read(self._container.given, self._container.volumes)
         except OSError as error:
             raise CheckpointRefusedError(self._incarnation.name, str(error)) from None
         try:
-            if self._hold:
-                self._freeze(freezer)
+            try:
+                return self._capture(freezer, lock, started)
+            except CheckpointRefusedError:
+                if self._in_the_way is None or not self._or_files_only:
+                    raise
+            self._files_only = True
             return self._capture(freezer, lock, started)
         finally:
             freezer.thaw()
 
     def _capture(self, freezer: Freezer, lock: int, started: float) -> CheckpointReport:
+        self._refuse_outsiders(freezer.processes())
+        await_idle(self._control, self._incarnation.name, self._action)
+        if self._hold:
+            self._freeze(freezer)
         known = self._home.captured(self._incarnation.name)
         saved = None if known is None else self._home.checkpoint(known.checkpoint) / LAYER
         if known is not None and (frozen_s := self._nothing_new(freezer, known)):
@@ -139,7 +151,10 @@ class Capture:
                 merged = self._container.merged
                 with LayerCapture(self._container.upper, folder / LAYER, known, saved, merged, self._bounds) as layer:
                     frozen_s = self._quietly(freezer, layer)
-                    frozen_s = frozen_s or self._with_processes(freezer, lock, layer, folder / IMAGES)
+                    if not frozen_s and self._in_the_way is not None:
+                        frozen_s = self._without_processes(freezer, layer, self._in_the_way)
+                    elif not frozen_s:
+                        frozen_s = self._with_processes(freezer, lock, layer, folder / IMAGES)
                     captured = layer.finish(self._name)
                 manifest = self._seal(folder, captured, frozen_s)
                 fresh = {layer_path(path): found for path, found in layer.fresh().items()}
@@ -153,10 +168,8 @@ class Capture:
                 self._home.set_captured(self._incarnation.name, captured)
         except (CriuError, OSError) as error:
             raise CheckpointFailedError(self._name, str(error)) from None
-        took_s = time.monotonic() - started
-        return CheckpointReport(
-            manifest.size_bytes, frozen_s, took_s, not_captured=self._container.volumes, stored_bytes=stored_bytes
-        )
+        lacks = self._container.volumes, stored_bytes, self._left_out
+        return CheckpointReport(manifest.size_bytes, frozen_s, time.monotonic() - started, "", *lacks)
 
     def _nothing_new(self, freezer: Freezer, known: Captured) -> float:
         """Whether a fresh runner over what was captured last is the container as it is: the frozen time, or 0.
@@ -196,7 +209,7 @@ class Capture:
         except RestoreFailedError:
             return False
         same = (manifest.image_digest, manifest.traits) == (self._container.image_digest, self._traits)
-        return manifest.quiet and same and manifest.action < self._action
+        return manifest.quiet and not manifest.left_out and same and manifest.action < self._action
 
     def _quietly(self, freezer: Freezer, layer: LayerCapture) -> float:
         """Capture a container of nothing but files and an idle runner; the frozen time. 0: it is more than that."""
@@ -216,10 +229,24 @@ class Capture:
             freezer.thaw()
         return time.monotonic() - self._frozen_at
 
+    def _without_processes(self, freezer: Freezer, layer: LayerCapture, obstacle: InTheWay) -> float:
+        """Capture the files as they are when all processes stand, and note what is left out; the frozen time."""
+        devices = self._container.devices
+        self._prepare(freezer, layer, lambda: mapped_inodes(freezer.processes(), devices))
+        try:
+            held = self._freeze(freezer)
+            besides = list(noises(self._incarnation.pid, self._traits, self._tmpfs))
+            self._left_out, self._noise = left_out(self._incarnation, held, obstacle, besides), ""
+            layer.settle(mapped_inodes(held, devices))
+            self._look_at_given()
+        finally:
+            freezer.thaw()
+        return time.monotonic() - self._frozen_at
+
     def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path) -> float:
         """Let CRIU dump the frozen processes, and settle the layer while it holds them; the frozen time."""
         self._refuse_obstacles(freezer.processes(), held=False)
-        self._await_memory()
+        await_memory(self._home.restore_folder(self._incarnation.name), self._bounds, 0.0 if self._hold else LAZY_S)
         mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id, self._container.volumes)
         self._mounts = mounts.sources
         watched = self._watched(freezer.processes())
@@ -233,7 +260,7 @@ class Capture:
             copy = memory.room_for(freezer.processes(), self._bounds.go_on)
             if copy is not None:
                 stack.enter_context(copy)
-            devices = {path.stat().st_dev for path in (self._container.upper, self._container.merged)}
+            devices = self._container.devices
             self._prepare(freezer, layer, lambda: mapped_inodes(freezer.processes(), devices), memory_bytes)
 
             def when_ready() -> None:
@@ -259,7 +286,7 @@ class Capture:
                     self._bounds.dump_s,
                     when_ready,
                     before_release,
-                    still_wanted=lambda: _in_the_way(held),
+                    still_wanted=lambda: why_it_would_hang(held),
                     without_memory=copy is not None,
                 )
             finally:
@@ -285,19 +312,19 @@ class Capture:
         """Freeze the container and verify, with everything stopped, that this is the boundary that was asked for, and
         all of it; its processes. The runner may just be answering somebody: then it is let finish, a few times."""
         for _ in range(FREEZE_TRIES):
-            self._await_idle()
+            await_idle(self._control, self._incarnation.name, self._action)
             self._bounds.go_on()
             if not freezer.frozen:  # held from the start
                 self._frozen_at = time.monotonic()
             freezer.freeze(self._incarnation.name)
             self._alive_freezer()
-            marker = self._marker()
+            marker = read_marker(self._control)
             if marker == ("idle", self._action):
                 held = freezer.processes()
                 self._refuse_outsiders(held)
                 return held
             if marker != ("busy", self._action):
-                self._refuse_marker(marker)
+                refuse_marker(self._incarnation.name, self._action, marker)
             freezer.thaw()
         raise CheckpointRefusedError(self._incarnation.name, "its runner is too busy answering")
 
@@ -307,48 +334,27 @@ class Capture:
         try:
             return [*watches.places(self._incarnation.pid, processes, usual), *usual]
         except watches.NotFoundError as error:
-            raise CheckpointRefusedError(self._incarnation.name, str(error), described(error.pid)) from None
+            self._refuse_process(error.pid, str(error))
 
     def _noise_among(self, held: list[int]) -> str:
-        tmpfs = () if self._owner is None else self._owner.spec.tmpfs
         try:
-            return noise(self._incarnation.pid, held, self._traits, tmpfs)
+            return noise(self._incarnation.pid, held, self._traits, self._tmpfs)
         except OSError as error:  # what cannot be looked at is not known to be nothing
             return f"unknown: {error}"
 
-    def _await_memory(self) -> None:
-        """Of the container's own restore."""
-        patience = time.monotonic() + (0.0 if self._hold else LAZY_S)
-        while not lazy.wait(self._home.restore_folder(self._incarnation.name), 0.0 if self._hold else ASK_EVERY_S):
-            self._bounds.go_on()
-            if time.monotonic() >= patience:
-                self._bounds.refuse("its memory is still on its way from the last restore")
-
-    def _await_idle(self) -> None:
-        settled = time.monotonic() + SETTLE_S
-        while (marker := self._marker()) != ("idle", self._action):
-            passed = marker is not None and (marker[1] > self._action or marker[0] == "idle")
-            if passed or time.monotonic() > settled:
-                self._refuse_marker(marker)
-            time.sleep(POLL_S)
-
-    def _refuse_marker(self, marker: tuple[str, int] | None) -> NoReturn:
-        found = "not started" if marker is None else f"{marker[0]} with action {marker[1]}"
-        raise CheckpointRefusedError(self._incarnation.name, f"it is {found}, not after {self._action}")
-
-    def _marker(self) -> tuple[str, int] | None:
-        return read_marker(self._home.control_folder(self._incarnation.name))
-
     def _refuse_outsiders(self, processes: list[int]) -> None:
-        strangers = outsiders(self._incarnation.pid, processes)
+        strangers = () if self._files_only else outsiders(self._incarnation.pid, processes)
         if strangers:
             cause = "a process that `docker exec` started lives in it and would be lost; end it first"
-            raise CheckpointRefusedError(self._incarnation.name, cause, described(strangers[0]))
+            self._refuse_process(strangers[0], cause)
 
     def _refuse_obstacles(self, processes: list[int], held: bool) -> None:
-        found = obstacle(self._incarnation.pid, processes, held)
-        if found is not None:
-            raise CheckpointRefusedError(self._incarnation.name, found[1], described(found[0]))
+        if found := obstacle(self._incarnation.pid, processes, held):
+            self._refuse_process(*found)
+
+    def _refuse_process(self, pid: int, cause: str) -> NoReturn:
+        self._in_the_way = InTheWay(pid, cause)
+        raise CheckpointRefusedError(self._incarnation.name, cause, described(pid))
 
     def _alive_freezer(self) -> Freezer:
         freezer = freezer_of(self._incarnation.pid)
@@ -387,14 +393,7 @@ class Capture:
             layer_digest=captured.digest,
             machine=this_machine(self._criu.version),
             not_captured=self._container.volumes,
+            left_out=self._left_out,
         )
         write_manifest(folder, manifest)
         return manifest
-
-
-def _in_the_way(held: list[int]) -> str | None:
-    """Why CRIU would wait for ever."""
-    for pid in held:
-        if is_dying(pid):
-            return f"process {described(pid)} was killed meanwhile"
-    return None

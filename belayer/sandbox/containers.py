@@ -54,6 +54,11 @@ class Container:
     given: Path
     """Docker's folder of it, with the files that it binds (`given.py`)."""
 
+    @property
+    def devices(self) -> set[int]:
+        """The st_dev of its files. It must run."""
+        return {path.stat().st_dev for path in (self.upper, self.merged)}
+
 
 class Containers:
     """The containers of one Docker daemon that belong to one Belayer folder."""

@@ -57,9 +57,14 @@ log = structlog.get_logger("belayer.sandbox")
 class DockerHost:
     """See the module. `async with open_host() as host`, which checks the machine; or make one and check it yourself."""
 
-    def __init__(self, home: Path | None = None, spares: int = 0, limits: Limits = LIMITS) -> None:
-        """`spares`: how many started containers may wait for a restore; see `spares.py`. `limits`: of a checkpoint."""
+    def __init__(
+        self, home: Path | None = None, spares: int = 0, limits: Limits = LIMITS, or_files_only: bool = False
+    ) -> None:
+        """`spares`: how many started containers may wait for a restore; see `spares.py`. `limits`: of a checkpoint.
+        `or_files_only`: whether a container with a process that cannot be captured is captured without processes
+        (decision 15)."""
         self._limits = limits
+        self._or_files_only = or_files_only
         self._home = Home(home or default_home())
         self._criu = Criu(self._home.criu)
         self._containers = Containers(self._home.root)
@@ -182,7 +187,17 @@ class DockerHost:
         async with await self.attach(incarnation) as sandbox:
             runner = await sandbox.state()
         capture = Capture(
-            self._home, self._criu, incarnation, container, checkpoint, action, runner, since, hold, self._limits
+            self._home,
+            self._criu,
+            incarnation,
+            container,
+            checkpoint,
+            action,
+            runner,
+            since,
+            hold,
+            self._limits,
+            self._or_files_only,
         )
         work = asyncio.ensure_future(asyncio.to_thread(capture.run))
         try:
@@ -317,10 +332,10 @@ class DockerHost:
 
 @asynccontextmanager
 async def open_host(
-    home: Path | None = None, spares: int = SPARES, limits: Limits = LIMITS
+    home: Path | None = None, spares: int = SPARES, limits: Limits = LIMITS, or_files_only: bool = False
 ) -> AsyncIterator[DockerHost]:
     """A checked DockerHost of $BELAYER_HOME (default /var/lib/belayer). HostUnfitError says what is missing."""
-    host = DockerHost(home, spares, limits)
+    host = DockerHost(home, spares, limits, or_files_only)
     try:
         await asyncio.to_thread(host.check)
         yield host

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from belayer.errors import RestoreFailedError
+from belayer.journal.events import LeftOut
 from belayer.sandbox.captured import Captured, digest_of, file_digest
 from belayer.sandbox.given import Edited
 from belayer.sandbox.limits import Step, unbounded
@@ -60,6 +61,8 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int = FORMAT
     not_captured: tuple[str, ...] = ()
     """Folders of the host and volumes that were mounted: their contents are not in it."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Not empty: processes stood there, and it holds the files alone."""
     machine: Machine | None = None
     """What restores it must be like this one, if there are processes in it."""
     notes: dict[str, tuple[int, str]] = {}
@@ -67,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def quiet(self) -> bool:
-        """Whether a fresh runner over the files is the whole of it."""
+        """Whether a fresh runner over the files is all that it holds."""
         return not self.noise
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from belayer.journal.events import SandboxSpec
+from belayer.journal.events import LeftOut, SandboxSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ class CheckpointReport:
     """Mount points of the host's folders and volumes, whose contents a checkpoint leaves out."""
     stored_bytes: int = 0
     """What it added to the disk; `size_bytes` counts what it shares with other checkpoints, too."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Not empty: a process could not be captured, so the files alone were. All that is not in it."""
 
 
 class Sandbox(Protocol):

@@ -42,22 +42,27 @@ STATUS_FIELDS = (
     "SpeculationIndirectBranch:",
 )
 CLONE_NEWIPC = 0x08000000
+IPC_OBJECTS = "System V objects"
 
 
 def noise(pid: int, processes: list[int], traits_before: str, tmpfs: tuple[str, ...] = ()) -> str:
     """What else there is in the frozen container; empty when nothing is."""
     others = [process for process in processes if process != pid]
-    if others:
-        return f"process {others[0]}"
+    return f"process {others[0]}" if others else next(noises(pid, traits_before, tmpfs), "")
+
+
+def noises(pid: int, traits_before: str, tmpfs: tuple[str, ...] = ()) -> Iterator[str]:
+    """What else there is besides processes."""
     for folder in IN_MEMORY:
         for entry in os.scandir(f"/proc/{pid}/root/dev/{folder}"):
-            return text.shown(f"/dev/{folder}/{entry.name}")
+            yield text.shown(f"/dev/{folder}/{entry.name}")
     for folder in tmpfs:
         if _is_filled(pid, folder):
-            return folder
+            yield folder
     if has_ipc_objects(pid):
-        return "System V objects"
-    return _difference(traits_before, traits(pid, tmpfs))
+        yield IPC_OBJECTS
+    if difference := _difference(traits_before, traits(pid, tmpfs)):
+        yield difference
 
 
 def traits(pid: int, tmpfs: tuple[str, ...] = ()) -> str:

@@ -49,6 +49,14 @@ def is_dying(pid: int) -> bool:
     return fields["State"][0] in "ZX" or bool(pending >> (signal.SIGKILL - 1) & 1)
 
 
+def why_it_would_hang(held: Iterable[int]) -> str | None:
+    """Why CRIU would wait for ever for these processes that are held; None when it would not."""
+    for pid in held:
+        if is_dying(pid):
+            return f"process {described(pid)} was killed meanwhile"
+    return None
+
+
 def kill_traced(processes: Collection[int]) -> None:
     """SIGKILL processes that a CRIU holds, and then that CRIU: it would wait for ever for process 1, which cannot end
     before its dead children are let go of, and those are CRIU's."""

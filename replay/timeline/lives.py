@@ -58,7 +58,7 @@ class Lives:
                 checkpoint.end_ns, checkpoint.state, checkpoint.was_published = now_ns, "published", True
                 checkpoint.size_bytes, checkpoint.frozen_s = event.size_bytes, event.frozen_s
                 checkpoint.total_s, checkpoint.stored_bytes = event.total_s, event.stored_bytes
-                checkpoint.not_captured = event.not_captured
+                checkpoint.not_captured, checkpoint.left_out = event.not_captured, event.left_out
             case CheckpointExtended() if event.begun in self._checkpoints:
                 checkpoint = self._checkpoints[event.begun]
                 checkpoint.end_ns, checkpoint.state, checkpoint.held_by = now_ns, "extended", event.checkpoint
@@ -165,6 +165,7 @@ class Lives:
             self._sandbox_incident.ready_ns = now_ns
             self._sandbox_incident.successor = event.incarnation
             self._sandbox_incident.checkpoint = event.checkpoint
+            self._sandbox_incident.left_out = event.left_out
 
     def _engine_ready(self, incarnation: str, now_ns: int) -> None:
         incident = self._engine_incident

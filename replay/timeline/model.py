@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from belayer.journal.events import LeftOut
 from belayer.projections.trajectory import Boundary
 
 Ending = Literal["going on", "finished", "aborted", "under recovery"]
@@ -66,6 +67,8 @@ class Checkpoint:
     """What it added to the disk; 0 when an older version wrote the event."""
     not_captured: tuple[str, ...] = ()
     """Mount points whose contents are not in it."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Not empty: it holds the files alone."""
     frozen_s: float = 0.0
     total_s: float = 0.0
     reason: str = ""
@@ -113,6 +116,8 @@ class Incident:
     """An engine's handover, phase by phase, where its host measured them."""
     adopted_tokens: int = 0
     checkpoint: str | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    """What the restore did not bring back, for the checkpoint does not hold it."""
     resumed_ns: int | None = None
     rewound_to: Boundary | None = None
     tokens_again: int = 0

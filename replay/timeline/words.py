@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Literal
 
+from replay.facts import names
 from replay.timeline.model import Action, Checkpoint, Incident, Story
 
 
@@ -68,6 +69,8 @@ def recovered(incident: Incident) -> str:
     parts: list[str] = []
     if incident.kind == "sandbox" and incident.ready_ns is not None:
         parts.append(f"restored from {'a checkpoint' if incident.checkpoint else 'the initial state'}")
+        if incident.left_out:
+            parts.append(f"without {names(incident.left_out)}, which it does not hold")
     elif incident.kind == "engine" and incident.ready_ns is not None:
         phases = ", ".join(f"{name} {seconds(took_s)}" for name, took_s in incident.phases_s.items())
         parts.append(f"{incident.successor or 'another engine'} took over" + (f" ({phases})" if phases else ""))
@@ -102,7 +105,8 @@ def captured(checkpoint: Checkpoint) -> str:
         frozen, took = seconds(checkpoint.frozen_s), seconds(checkpoint.total_s)
         new = f" ({size(checkpoint.stored_bytes)} new)" if checkpoint.stored_bytes else ""
         without = f", without {', '.join(checkpoint.not_captured)}" if checkpoint.not_captured else ""
-        return f"checkpoint {size(checkpoint.size_bytes)}{new}, frozen {frozen} of {took}{without}"
+        kind = "checkpoint" if not checkpoint.left_out else f"files alone, not {names(checkpoint.left_out)}:"
+        return f"{kind} {size(checkpoint.size_bytes)}{new}, frozen {frozen} of {took}{without}"
     if checkpoint.held_by:
         return f"nothing had changed since checkpoint {checkpoint.held_by}, frozen {seconds(checkpoint.frozen_s)}"
     return f"no checkpoint: {checkpoint.reason}" if checkpoint.state == "discarded" else "checkpoint not finished"
@@ -150,6 +154,8 @@ def figures(story: Story) -> list[tuple[str, str, str]]:
     stored_bytes = sum(one.stored_bytes for one in published)
     if stored_bytes:
         rows.append(("stored", size(stored_bytes), f"of {size(sum(one.size_bytes for one in published))} captured"))
+    if alone := sum(bool(one.left_out) for one in published):
+        rows.append(("files alone", str(alone), "checkpoints, of which a process could not be captured"))
     if mounts := sorted({mount for one in published for mount in one.not_captured}):
         rows.append(("not captured", ", ".join(mounts), "folders of the host and volumes"))
     found = "clean" if not story.findings else plural(story.findings, "finding")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -14,13 +15,23 @@ from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
 from belayer.client import Trajectory
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry
-from belayer.journal.events import CheckpointDiscarded, SandboxSpec
+from belayer.journal.events import (
+    CheckpointDiscarded,
+    CheckpointPublished,
+    LeftOut,
+    RecoveryStarted,
+    SandboxRestored,
+    SandboxSpec,
+    TrajectoryResumed,
+)
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import Notice
 from belayer.journal.writer import Reader, take_over
 from belayer.projections import trajectory
-from belayer.sandbox.protocol import Action, Incarnation
+from belayer.projections.sandbox import SandboxState
+from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
 from tests.actors.model import ModelHost
+from tests.actors.test_checkpointer import one_action
 
 
 class Overtaken(MemoryStore):
@@ -101,3 +112,65 @@ async def test_an_error_that_nobody_foresaw_is_not_tried_for_ever(broken: list[i
     assert [event.checkpoint for event in discarded] == [names[number] for number in reversed(broken) if number]
     assert all("TypeError" in event.reason for event in discarded)
     assert len(host.containers) == (0 if phase == "aborted" else 1)
+
+
+LACKS = (LeftOut(12, "postgres", "it has [io_uring] open, which CRIU cannot dump"),)
+
+
+class FilesAlone(ModelHost):
+    """A host that can capture no processes."""
+
+    async def checkpoint(
+        self, incarnation: Incarnation, checkpoint: str, action: int, since: str = "", hold: bool = False
+    ) -> CheckpointReport:
+        return replace(await super().checkpoint(incarnation, checkpoint, action, since, hold), left_out=LACKS)
+
+
+async def files_alone(store: MemoryStore, host: ModelHost) -> SandboxState:
+    """A sandbox of which there is a checkpoint of boundary 1, of the files alone."""
+    await one_action(store, host)
+    notice = Notice(ids.trajectory("t"), "action-committed", "")
+    await Checkpointer(store, host, "host", "checkpointer").handle(notice)
+    return await look(store, "t")
+
+
+async def told(store: MemoryStore) -> list[tuple[LeftOut, ...]]:
+    """What the journal's events say is left out, in the order of capture, restore and resumption."""
+    history = [*await Reader(store, ids.sandbox("t")).catch_up(), *await Reader(store, ids.trajectory("t")).catch_up()]
+    kinds = (CheckpointPublished, SandboxRestored, TrajectoryResumed)
+    return [recorded.event.left_out for recorded in history if isinstance(recorded.event, kinds)]
+
+
+async def test_what_is_not_brought_back_is_in_every_event_on_the_way() -> None:
+    store, host = MemoryStore(), FilesAlone()
+    box = await files_alone(store, host)
+    await report_sandbox_failure(store, "t", box.incarnation, "died", "gone", "rollout")
+    await SandboxRecovery(store, host, "host", "actors/x").recover("t")
+    assert await told(store) == [LACKS] * 3
+    t = await Trajectory.open(store, "t")
+    assert (t.state.boundary.number, t.state.left_out) == (1, LACKS)
+    # Once more, from the initial state: that lacks nothing.
+    (name,) = box.published
+    await host.remove_checkpoint(name)
+    await report_sandbox_failure(store, "t", (await look(store, "t")).incarnation, "died", "gone", "rollout")
+    await SandboxRecovery(store, host, "host", "actors/x").recover("t")
+    assert await told(store) == [LACKS, LACKS, (), LACKS, ()]
+    assert (await Trajectory.open(store, "t")).state.left_out == ()
+
+
+async def test_a_recovery_that_finishes_anothers_says_it_too() -> None:
+    store, host = MemoryStore(), FilesAlone()
+    box = await files_alone(store, host)
+    await report_sandbox_failure(store, "t", box.incarnation, "died", "gone", "rollout")
+    writer, _ = await take_over(store, ids.sandbox("t"), "dies after its restore")
+    await writer.append(RecoveryStarted(box.incarnation, "restore", "dead"))
+    rollout, _ = await take_over(store, ids.trajectory("t"), "dead")
+    await rollout.append(RecoveryStarted(box.incarnation, "restore", "dead"))
+    (made,) = box.published.values()
+    at = made.boundary, made.boundary_sequence
+    here = await host.restore("run", "t", "box-2", SandboxSpec("image"), made.checkpoint, 1)
+    await writer.append(
+        SandboxRestored(made.checkpoint, *at, here.name, here.container_id, "image", "host", here.pid, 1, 0.1, LACKS)
+    )
+    await SandboxRecovery(store, host, "host", "actors/x").recover("t")
+    assert await told(store) == [LACKS] * 3

@@ -36,6 +36,7 @@ SECOND_SPEC = msgspec.structs.replace(
     FIRST_SPEC, network="bridge", user="1000", binds=("/data:/data:ro",), read_only=True, tmpfs=("/tmp",)
 )
 SPEC = msgspec.structs.replace(SECOND_SPEC, cap_drop=("ALL",), cap_add=("CHOWN",))
+LEFT_OUT = (events.LeftOut(17, "postgres", "io_uring"), events.LeftOut(0, "/dev/shm/x", ""))
 
 EXAMPLES: list[AnyEvent] = [
     events.EpochStarted(3, "rollout", "0.2.0"),
@@ -50,16 +51,16 @@ EXAMPLES: list[AnyEvent] = [
     events.ActionStarted(1, "ls", 60.0, "i-1"),
     events.ActionCommitted(1, 0, b"\x05\x00\x00\x00", bytes(16), 0.25, True, 3),
     events.Rewound(1, 9, "sandbox died"),
-    events.TrajectoryResumed(1, 9, "i-2"),
+    events.TrajectoryResumed(1, 9, "i-2", LEFT_OUT),
     events.TrajectoryFinished("done", 1.0),
     events.TrajectoryAborted("given up"),
     events.Sealed("k1", bytes(12), b"ciphertext and tag", events.TokensAppended(1, 0, 2, b"", b"", b"", 5)),
     events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", SPEC),
     events.CheckpointStarted("c-1", "i-1", 1, 9),
-    events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5, 512, ("/data", "/vol")),
+    events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5, 512, ("/data", "/vol"), LEFT_OUT),
     events.CheckpointExtended("c-1", "c-2", "i-1", 2, 14, 0.001, 0.01),
     events.CheckpointDiscarded("c-1", "not idle"),
-    events.SandboxRestored("c-1", 1, 9, "i-2", "c0ffee", "sha256:0", "host", 18, 12346, 0.3),
+    events.SandboxRestored("c-1", 1, 9, "i-2", "c0ffee", "sha256:0", "host", 18, 12346, 0.3, LEFT_OUT),
     events.SandboxRemoved("i-1", "finished"),
     events.WorkerRegistered("w-1", "main", "host", 19, 12347, "http://127.0.0.1:1", "run"),
     events.WorkerReady("w-1", 5),
@@ -99,7 +100,12 @@ EARLIER: dict[str, list[AnyEvent]] = {
         events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", FIRST_SPEC),
         events.SandboxCreated("i-1", "c0ffee", "sha256:0", "host", 17, 12345, "run", SECOND_SPEC),
     ],
-    "checkpoint-published": [events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5, 0, ())],
+    "checkpoint-published": [
+        events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5, 0, ()),
+        events.CheckpointPublished("c-1", "i-1", 1, 9, 4096, 0.01, 0.5, 512, ("/data", "/vol")),
+    ],
+    "sandbox-restored": [events.SandboxRestored("c-1", 1, 9, "i-2", "c0ffee", "sha256:0", "host", 18, 12346, 0.3)],
+    "trajectory-resumed": [events.TrajectoryResumed(1, 9, "i-2")],
 }
 """How the golden bytes of earlier versions are read today, for each tag, oldest first. Only ever added to."""
 

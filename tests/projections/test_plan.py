@@ -86,6 +86,16 @@ def test_the_newest_published_checkpoint_of_the_live_branch_wins(life: Life) -> 
 
 
 @given(lives())
+def test_the_plan_says_what_its_checkpoint_lacks(life: Life) -> None:
+    decision = plan(life.prefix, life.container, SandboxFailure())
+    if isinstance(decision, RestoreSandbox):
+        lacks = {event.checkpoint: event.left_out for event in life.box if isinstance(event, CheckpointPublished)}
+        assert decision.left_out == lacks.get(decision.checkpoint, ())
+        resumed = [event for event in life.rollout if isinstance(event, TrajectoryResumed)]
+        assert life.prefix.left_out == (resumed[-1].left_out if resumed else ())
+
+
+@given(lives())
 def test_context_and_environment_agree_after_the_plan(life: Life) -> None:
     decision = plan(life.prefix, life.container, SandboxFailure())
     if not isinstance(decision, RestoreSandbox):

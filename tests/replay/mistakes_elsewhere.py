@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from belayer import ids
 from belayer.journal.events import (
     CheckpointDiscarded,
@@ -11,6 +13,7 @@ from belayer.journal.events import (
     EpochStarted,
     FailureDetected,
     HandoverCompleted,
+    LeftOut,
     RecoveryStarted,
     Rewound,
     RunStarted,
@@ -197,6 +200,32 @@ def restored_a_superseded_boundary(story: Story) -> None:
     written(story, RecoveryStarted("box-3", "", "recovery"), stream=BOX)
     written(story, restored("t-b4", 4, fourth, "box-4"), stream=BOX)
     recovered(story, "box-4", "t-b3", *newest, "box-5")
+
+
+LACKS = (LeftOut(17, "postgres", "it has [io_uring] open, which CRIU cannot dump"),)
+
+
+def files_alone(story: Story) -> tuple[str, int, int]:
+    """A checkpoint of the files alone and then a failure; its name and its boundary."""
+    at = 3, story.sequence(T)
+    story.take_over(BOX, "checkpointer")
+    story.write(BOX, CheckpointStarted("t-b3", "box-2", *at))
+    story.write(BOX, CheckpointPublished("t-b3", "box-2", *at, 4096, 0.02, 0.2, 40, (), LACKS))
+    story.write(BOX, FailureDetected("box-2", "died", "", "detector"), RecoveryStarted("box-2", "", "recovery"))
+    story.write(T, RecoveryStarted("box-2", "", "recovery"))
+    return "t-b3", *at
+
+
+def restored_without_saying_what_is_left_out(story: Story) -> None:
+    checkpoint, *at = files_alone(story)
+    written(story, restored(checkpoint, *at, "box-3"), stream=BOX)
+    story.write(T, TrajectoryResumed(*at, "box-3"))
+
+
+def resumed_without_saying_what_is_left_out(story: Story) -> None:
+    checkpoint, *at = files_alone(story)
+    story.write(BOX, replace(restored(checkpoint, *at, "box-3"), left_out=LACKS))
+    written(story, TrajectoryResumed(*at, "box-3"))
 
 
 def restored_without_a_recovery(story: Story) -> None:

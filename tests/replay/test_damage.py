@@ -93,6 +93,8 @@ CASES: list[tuple[Callable[[Story], None], str, Check]] = [
     (elsewhere.extended_to_another_boundary, str(BOX), Check.CHECKPOINT),
     (elsewhere.extended_what_was_discarded, str(BOX), Check.CHECKPOINT),
     (elsewhere.extended_another_containers, str(BOX), Check.CHECKPOINT),
+    (elsewhere.restored_without_saying_what_is_left_out, str(BOX), Check.RESTORE),
+    (elsewhere.resumed_without_saying_what_is_left_out, str(T), Check.ENVIRONMENT),
     (elsewhere.restored_from_nowhere, str(BOX), Check.RESTORE),
     (elsewhere.restored_a_discarded_checkpoint, str(BOX), Check.RESTORE),
     (elsewhere.restored_as_another_boundary, str(BOX), Check.RESTORE),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from msgspec.structs import replace
 from rich.console import Console
 
 from belayer.errors import InputError, UnknownStreamError
@@ -20,6 +21,7 @@ from belayer.journal.events import (
     FailureDetected,
     HandoverCompleted,
     RecoveryStarted,
+    TrajectoryResumed,
     TrajectoryStarted,
     WorkerReady,
     WorkerRegistered,
@@ -42,10 +44,12 @@ from tests.replay.journals import (
     end,
     eventful,
     generate,
+    restored,
     started,
     underway,
 )
 from tests.replay.journals import recovered as recovered_sandbox
+from tests.replay.mistakes_elsewhere import LACKS, files_alone
 
 
 def told(story: Story) -> Told:
@@ -121,6 +125,21 @@ def test_what_a_checkpoint_stored_and_left_out_is_told() -> None:
     assert ("stored", "12 KB", "of 3.0 MB captured") in figures(known)
     assert "/data, /vol" in printed(known)
     assert "without /data, /vol" in page(known)
+
+
+def test_a_restore_of_files_alone_says_what_it_did_not_bring_back() -> None:
+    story = underway()
+    checkpoint, *at = files_alone(story)
+    story.write(BOX, replace(restored(checkpoint, *at, "box-3"), left_out=LACKS))
+    story.write(T, TrajectoryResumed(*at, "box-3", LACKS))
+    assert audit(story.entries()).findings == []
+    known = told(story)
+    assert captured(known.checkpoints[-1]).startswith("files alone, not postgres (pid 17): 4 KB (0 KB new)")
+    assert ("files alone", "1", "checkpoints, of which a process could not be captured") in figures(known)
+    assert recovered(known.incidents[-1]) == (
+        "restored from a checkpoint; without postgres (pid 17), which it does not hold; nothing superseded"
+    )
+    assert "without postgres (pid 17)" in printed(known)
 
 
 def test_a_boundary_at_which_nothing_had_changed() -> None:
