@@ -10,17 +10,16 @@ import os
 import stat
 from pathlib import Path
 
+from belayer.sandbox.folders import FOLDER, Folders, parent_of
 from belayer.sandbox.layer import in_folders
 from belayer.sandbox.removal import remove_entry
 from belayer.sandbox.scan import (
-    FOLDER,
     Scan,
     copy_entry,
     copy_metadata,
     copy_root_metadata,
     copy_root_xattrs,
     copy_xattrs_of,
-    parent_of,
     scan,
 )
 
@@ -62,10 +61,10 @@ def _apply(source: int, target: int, entries: Scan) -> None:
             copies[found.st_ino] = path
     if missed:
         raise OSError("the saved layer changed while it was read")
-    for path in reversed(ours):
-        if stat.S_ISDIR(entries[path].st_mode):
-            with parent_of(target, path) as (into, name):
-                copy_metadata(into, name, entries[path])
+    with Folders(target) as folders:
+        for path in reversed(ours):
+            if stat.S_ISDIR(entries[path].st_mode):
+                copy_metadata(*folders.holding(path), entries[path])
     copy_root_xattrs(source, target)
     copy_root_metadata(target, os.fstat(source))
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from belayer.sandbox.folders import FOLDER, Folders, open_file
 from belayer.sandbox.limits import PIECE_BYTES, Step, unbounded
-from belayer.sandbox.scan import FILE, FOLDER, Scan, believed_until, parent_of, scan
+from belayer.sandbox.scan import Scan, believed_until, scan
 
 BLOCK_BYTES = 1 << 18
 BLOCKS_A_STEP = PIECE_BYTES // BLOCK_BYTES
@@ -68,18 +69,18 @@ def describe(
     whole = hashlib.blake2b(digest_size=32)
     size_bytes = 0
     seen = {}
-    for path in sorted(entries):
-        found = entries[path]
-        digest = known.get(path)
-        if digest is None:
-            step(0)
-            with parent_of(root, path) as (folder, name):
-                digest = _digest(folder, name, found.st_mode, step)
-        seen[path] = Seen(found.st_ino, found.st_ctime_ns, digest)
-        if stat.S_ISREG(found.st_mode):
-            size_bytes += found.st_blocks * 512
-        for part in (path, f"{found.st_mode} {found.st_uid} {found.st_gid} {digest}".encode()):
-            whole.update(len(part).to_bytes(8, "little") + part)
+    with Folders(root) as folders:
+        for path in sorted(entries):
+            found = entries[path]
+            digest = known.get(path)
+            if digest is None:
+                step(0)
+                digest = _digest(*folders.holding(path), found.st_mode, step)
+            seen[path] = Seen(found.st_ino, found.st_ctime_ns, digest)
+            if stat.S_ISREG(found.st_mode):
+                size_bytes += found.st_blocks * 512
+            for part in (path, f"{found.st_mode} {found.st_uid} {found.st_gid} {digest}".encode()):
+                whole.update(len(part).to_bytes(8, "little") + part)
     return Captured(checkpoint, seen, disbelieved or [], size_bytes, whole.hexdigest())
 
 
@@ -156,7 +157,7 @@ def _digest(folder: int, name: bytes, mode: int, step: Step) -> str:
     if stat.S_ISLNK(mode):
         digest.update(os.fsencode(os.readlink(name, dir_fd=folder)))
     elif stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        fd = os.open(name, FILE if stat.S_ISREG(mode) else FOLDER, dir_fd=folder)
+        fd = open_file(folder, name) if stat.S_ISREG(mode) else os.open(name, FOLDER, dir_fd=folder)
         try:
             for attribute in sorted(os.listxattr(fd)):
                 value = os.getxattr(fd, attribute)

@@ -1,8 +1,8 @@
 """The host's end of a runner's control folder: requests out, replies in, and the runner's marker.
 
-The folder's contents are the container's to write, hence hostile: names are opened relative to the folder without
-following links, only a FIFO is rung and only a regular file of bounded size is read. A runner that does not answer in
-time is a SandboxFailedError; so is one whose answer makes no sense.
+The folder's contents are the container's to write, hence hostile: names are opened as `folders.py` says, only a FIFO is
+rung and only a regular file of bounded size is read. A runner that does not answer in time is a SandboxFailedError; so
+is one whose answer makes no sense.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from belayer import ids
 from belayer.errors import SandboxFailedError
 from belayer.sandbox.answers import A, answer
+from belayer.sandbox.folders import FOLDER, open_file, open_node
 
 DOORBELL = "doorbell"
 REPLY_LIMIT_BYTES = 256 << 20
@@ -56,7 +57,7 @@ class Channel:
         self._bell_name = f"bell-{self._client}"
         self._replied = asyncio.Event()
         try:
-            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            self._folder = os.open(folder, FOLDER)
         except OSError as error:
             raise SandboxFailedError(incarnation, f"its control folder cannot be opened: {error}") from None
         try:
@@ -120,11 +121,7 @@ class Channel:
         self._replied.set()
 
     def _open_fifo(self, name: str, flags: int) -> int:
-        fd = os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
-        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(f"{name} is not a FIFO")
-        return fd
+        return open_node(self._folder, name, stat.S_ISFIFO, flags)
 
     def _ring(self) -> None:
         """A runner that does not listen yet looks for requests when it starts; one with a full doorbell will look."""
@@ -146,14 +143,13 @@ class Channel:
 
     def _read_reply(self, name: str) -> tuple[bytes, bytes] | None:
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
+            fd = open_file(self._folder, name)
         except FileNotFoundError:
             return None
         with os.fdopen(fd, "rb") as file:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > REPLY_LIMIT_BYTES:
+            if os.fstat(fd).st_size > REPLY_LIMIT_BYTES:
                 raise OSError(f"{name} is not a reply")
-            head, _, output = file.read().partition(b"\n")
+            head, _, output = file.read(REPLY_LIMIT_BYTES).partition(b"\n")
         return head, output
 
     def _unlink(self, name: str) -> None:

@@ -28,10 +28,11 @@ from belayer import ids
 from belayer.errors import RestoreFailedError
 from belayer.sandbox.blobs import Blobs, Keys
 from belayer.sandbox.captured import Captured
+from belayer.sandbox.folders import FOLDER
 from belayer.sandbox.manifest import read_manifest
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.removal import remove_tree
-from belayer.sandbox.scan import FOLDER, Scan
+from belayer.sandbox.scan import Scan
 
 DEFAULT = "/var/lib/belayer"
 POLL_S = 0.01

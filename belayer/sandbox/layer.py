@@ -22,12 +22,13 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from belayer.sandbox.captured import Captured, Seen, describe, root_of
+from belayer.sandbox.folders import FOLDER, MOVED, Folders, parent_of, unless_moved
 from belayer.sandbox.limits import PIECE_BYTES, Bounds, sized, unbounded
 from belayer.sandbox.mapped import Numbers
 from belayer.sandbox.removal import remove_entry
 from belayer.sandbox.scan import (
-    FOLDER,
     Scan,
+    TooDeepError,
     believed_until,
     can_share,
     copy_entry,
@@ -35,7 +36,6 @@ from belayer.sandbox.scan import (
     copy_root_metadata,
     copy_root_xattrs,
     copy_xattrs_of,
-    parent_of,
     scan,
 )
 
@@ -68,11 +68,13 @@ class LayerCapture:
                 raise OSError(f"{folder} is not a layer's folder")
         self._source = os.open(upper, FOLDER)
         self._target = os.open(target, FOLDER)
-        self._saved = -1
+        self._fds = [self._source, self._target]
+        self._saved: Folders | None = None
         self._known: dict[bytes, Seen] = {}
         if known is not None and saved is not None:
             with suppress(FileNotFoundError):
-                self._saved = os.open(saved, FOLDER)
+                self._fds.append(os.open(saved, FOLDER))
+                self._saved = Folders(self._fds[-1])
                 disbelieved = frozenset(known.disbelieved)
                 self._known = {path: seen for path, seen in known.entries.items() if seen.inode not in disbelieved}
         self._first: Scan = {}
@@ -90,9 +92,10 @@ class LayerCapture:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in (self._source, self._target, self._saved):
-            if fd >= 0:
-                os.close(fd)
+        if self._saved is not None:
+            self._saved.close()
+        for fd in self._fds:
+            os.close(fd)
         self._numbers.close()
 
     def look(self) -> int:
@@ -100,7 +103,7 @@ class LayerCapture:
         if self._prepared:
             return 0
         self._believed_ns = believed_until()
-        self._first = self._look()
+        self._first = self._look(moving=True)
         self._check(0, _size(self._first))
         size_bytes = _size(self._first, self._is_known)
         return 0 if size_bytes > PIECE_BYTES and can_share(self._target) else size_bytes
@@ -159,18 +162,21 @@ class LayerCapture:
 
     def finish_folders(self) -> None:
         """Folders' owners, modes and times, children first, because adding a child changes its folder's times."""
-        for path in reversed(self._last):
-            if stat.S_ISDIR(self._last[path].st_mode):
-                with parent_of(self._target, path) as (folder, name):
-                    copy_metadata(folder, name, self._last[path])
+        with Folders(self._target) as folders:
+            for path in reversed(self._last):
+                if stat.S_ISDIR(self._last[path].st_mode):
+                    copy_metadata(*folders.holding(path), self._last[path])
         copy_root_metadata(self._target, self._root_found)
 
     # --- steps ---
 
-    def _look(self) -> Scan:
+    def _look(self, moving: bool = False) -> Scan:
         if self._bounds is None:
-            return scan(self._source)
-        found = scan(self._source, lambda entries: self._check(entries, 0))
+            return scan(self._source, moving=moving)
+        try:
+            found = scan(self._source, lambda entries: self._check(entries, 0), moving)
+        except TooDeepError as error:
+            self._bounds.refuse(str(error))
         self._check(len(found), 0)
         return found
 
@@ -190,7 +196,7 @@ class LayerCapture:
         before_bytes = self._copied_bytes
         while True:
             believed_ns = believed_until()
-            now = self._look()
+            now = self._look(moving=True)
             self._check(0, _size(now))
             self._mapped.update(mapped())
             changes = self._changes(now)
@@ -212,7 +218,7 @@ class LayerCapture:
             moved = path.rpartition(b"/")[0] in renewed
             if moved or first is None or not self._is_unchanged(path, first, found):
                 redo[path] = found
-                if moved or first is None or not _is_same_entry(first, found):
+                if moved or first is None or path in self._missed or not _is_same_entry(first, found):
                     renewed.add(path)
         return Changes(redo, renewed, [path for path in self._first if path not in now])
 
@@ -250,7 +256,7 @@ class LayerCapture:
             found = entries[path]
             if not stat.S_ISDIR(found.st_mode):
                 other = copies.get(found.st_ino) if found.st_nlink > 1 else None
-                if other is not None and _link(self._target, other, target, name):
+                if other is not None and self._link_copy(other, target, name):
                     continue
                 if self._reuse(path, found, target, name):
                     self._reused.add(path)
@@ -267,15 +273,17 @@ class LayerCapture:
             self._remove(path)
         fresh: Scan = {}
         gone: set[bytes] = set()
-        for path, found in changes.redo.items():
-            if stat.S_ISDIR(found.st_mode) and path not in changes.renewed and path not in self._missed:
-                try:
-                    with parent_of(self._source, path) as (source, name), parent_of(self._target, path) as (target, _):
-                        copy_xattrs_of(source, target, name)
-                except (FileNotFoundError, NotADirectoryError):
-                    gone.add(path)
-            else:
-                fresh[path] = found
+        with Folders(self._source) as originals, Folders(self._target) as copies:
+            for path, found in changes.redo.items():
+                if stat.S_ISDIR(found.st_mode) and path not in changes.renewed:
+                    try:
+                        copy_xattrs_of(originals.holding(path)[0], *copies.holding(path))
+                    except OSError as error:
+                        if error.errno not in MOVED:
+                            raise
+                        gone.add(path)
+                else:
+                    fresh[path] = found
         for path in fresh:
             self._remove(path)
         self._reused.difference_update(fresh)
@@ -283,11 +291,19 @@ class LayerCapture:
         self._copy(fresh)
 
     def _remove(self, path: bytes) -> None:
-        with suppress(FileNotFoundError, NotADirectoryError), parent_of(self._target, path) as (folder, name):
+        with unless_moved(), parent_of(self._target, path) as (folder, name):
             remove_entry(folder, name)
 
+    def _link_copy(self, other: bytes, target: int, name: bytes) -> bool:
+        with suppress(OSError), parent_of(self._target, other) as (folder, other_name):
+            return _link(folder, other_name, target, name)
+        return False
+
     def _reuse(self, path: bytes, found: os.stat_result, target: int, name: bytes) -> bool:
-        return self._is_known(path, found) and _link(self._saved, path, target, name)
+        if self._saved is not None and self._is_known(path, found):
+            with suppress(OSError):  # it is being removed
+                return _link(*self._saved.holding(path), target, name)
+        return False
 
     def _is_known(self, path: bytes, found: os.stat_result) -> bool:
         seen = self._known.get(path)
@@ -312,24 +328,18 @@ def in_folders(
     Paths whose folder is missing on one side go to `missed` instead.
     """
     here: bytes | None = None
-    sides: list[int] = []
-    try:
+    sides: tuple[int, int] | None = None
+    with Folders(source) as originals, Folders(target) as copies:
         for path in paths:
             folder, _, name = path.rpartition(b"/")
             if folder != here:
-                while sides:
-                    os.close(sides.pop())
-                here = folder
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    sides.append(_open(source, folder))
-                    sides.append(_open(target, folder))
-            if len(sides) == 2:
-                yield sides[0], sides[1], path, name
-            else:
+                here, sides = folder, None
+                with unless_moved():
+                    sides = originals.at(folder), copies.at(folder)
+            if sides is None:
                 missed.add(path)
-    finally:
-        while sides:
-            os.close(sides.pop())
+            else:
+                yield *sides, path, name
 
 
 def fill(saved: Path, upper: Path) -> None:
@@ -356,18 +366,10 @@ def _is_same_entry(first: os.stat_result, found: os.stat_result) -> bool:
     return first.st_ino == found.st_ino and stat.S_IFMT(first.st_mode) == stat.S_IFMT(found.st_mode)
 
 
-def _link(root: int, path: bytes, target: int, name: bytes) -> bool:
+def _link(folder: int, other: bytes, target: int, name: bytes) -> bool:
     """Another name for a copy that is there. False when it is being removed, or has too many names."""
     try:
-        with parent_of(root, path) as (folder, other):
-            os.link(other, name, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)
+        os.link(other, name, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)
     except OSError:
         return False
     return True
-
-
-def _open(root: int, folder: bytes) -> int:
-    if not folder:
-        return os.dup(root)
-    with parent_of(root, folder) as (parent, name):
-        return os.open(name, FOLDER, dir_fd=parent)

@@ -142,5 +142,12 @@ def verify(folder: Path, manifest: Manifest, thorough: bool = False) -> None:
             raise RestoreFailedError(folder.name, f"{name} is missing or cut off")
         if thorough and file_digest(path) != digest:
             raise RestoreFailedError(folder.name, f"{name} is damaged")
-    if thorough and digest_of(folder / LAYER) != manifest.layer_digest:
+    if thorough and _layer_digest(folder) != manifest.layer_digest:
         raise RestoreFailedError(folder.name, "its layer is damaged")
+
+
+def _layer_digest(folder: Path) -> str:
+    try:
+        return digest_of(folder / LAYER)
+    except OSError as error:
+        raise RestoreFailedError(folder.name, f"its layer cannot be read: {error}") from None

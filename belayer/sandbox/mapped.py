@@ -17,7 +17,8 @@ import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from belayer.sandbox.scan import FOLDER, Scan
+from belayer.sandbox.folders import FOLDER, Folders
+from belayer.sandbox.scan import Scan
 
 UNKNOWN = 0
 
@@ -76,9 +77,10 @@ class Numbers:
         """Ask for those of all files in the layer. The container may still move; then it is asked again later."""
         if self._merged is None:
             return
-        for path, found in entries.items():
-            if stat.S_ISREG(found.st_mode) and not self._cached(path, found):
-                self._known[path] = (found.st_ino, found.st_ctime_ns, self._ask(path))
+        with Folders(self._merged) as folders:
+            for path, found in entries.items():
+                if stat.S_ISREG(found.st_mode) and not self._cached(path, found):
+                    self._known[path] = (found.st_ino, found.st_ctime_ns, _ask(folders, path))
 
     def among(self, entries: Scan, mapped: Collection[int]) -> set[int]:
         """The layer's own inode numbers of the files that the container sees under one of the numbers `mapped`. With
@@ -98,8 +100,10 @@ class Numbers:
         known = self._known.get(path)
         return known[2] if known is not None and known[:2] == (found.st_ino, found.st_ctime_ns) else None
 
-    def _ask(self, path: bytes) -> int:
-        try:
-            return os.stat(path, dir_fd=self._merged, follow_symlinks=False).st_ino
-        except OSError:  # it has moved, or its path is too long
-            return UNKNOWN
+
+def _ask(folders: Folders, path: bytes) -> int:
+    try:
+        folder, name = folders.holding(path)
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino
+    except OSError:  # it has moved
+        return UNKNOWN

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from belayer.sandbox import attributes, text
-from belayer.sandbox.scan import FOLDER, parent_of
+from belayer.sandbox.folders import FOLDER, parent_of
 
 IN_MEMORY = ("shm", "mqueue")
 STATUS_FIELDS = (

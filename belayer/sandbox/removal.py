@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from belayer.sandbox.scan import FOLDER
+from belayer.sandbox.folders import FOLDER
 
 TRIES = 3
 """Somebody else may be removing the same tree, or still be writing to it."""

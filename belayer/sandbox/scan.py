@@ -1,7 +1,7 @@
 """What lies in a layer, as its inodes say, and how one entry is copied out of it. No link is ever followed.
 
-A layer's contents are hostile and, before the freeze, moving: every folder is opened relative to its parent and must be
-a folder, every file must be the one that was looked at, or the entry is left out (a second look, frozen, finds it).
+A layer's contents are hostile and, before the freeze, moving: all is opened as `folders.py` says, and a file must be
+the one that was looked at, or the entry is left out (a second look, frozen, finds it).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
+from belayer.sandbox.folders import FOLDER, MOVED, Folders, open_file, unless_moved
 from belayer.sandbox.limits import PIECE_BYTES, Step, unbounded
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+PATH_LIMIT_BYTES = 4095
+"""Below the layer's root: PATH_MAX, beyond which no program can name a file in one piece."""
 CHUNK_BYTES = 1 << 20
 SEEN_EVERY = 1000
 TICK_NS = 20_000_000
@@ -31,29 +31,48 @@ Scan = dict[bytes, os.stat_result]
 """Path below the layer's root -> its inode's fields, parents before children."""
 
 
-def scan(root: int, seen: Step = unbounded) -> Scan:
-    """Everything below the folder open as `root`. `seen` is told now and then how many entries there are so far."""
+class TooDeepError(OSError):
+    """A path is longer than PATH_LIMIT_BYTES."""
+
+    def __init__(self, path: bytes) -> None:
+        beginning = path[:60].decode(errors="backslashreplace")
+        super().__init__(
+            errno.ENAMETOOLONG,
+            f"a path is {len(path):,} bytes long, more than the {PATH_LIMIT_BYTES:,} that are kept: /{beginning}...",
+        )
+
+
+def scan(root: int, seen: Step = unbounded, moving: bool = False) -> Scan:
+    """Everything below the folder open as `root`, the entries of a folder one after another. OSError when it cannot be
+    read, TooDeepError when it is too deep. `moving`: what is gone or another than a moment ago is left out.
+    `seen` is told now and then how many entries there are so far."""
     found: Scan = {}
-    pending = [(os.dup(root), b"")]
-    try:
+    pending = [b""]
+    with Folders(root) as folders:
         while pending:
-            folder, path = pending.pop()
+            path = pending.pop()
             try:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        with suppress(FileNotFoundError, NotADirectoryError):
-                            name = os.fsencode(entry.name)
-                            found[path + name] = entry.stat(follow_symlinks=False)
-                            if len(found) % SEEN_EVERY == 0:
-                                seen(len(found))
-                            if entry.is_dir(follow_symlinks=False):
-                                pending.append((os.open(name, FOLDER, dir_fd=folder), path + name + b"/"))
-            finally:
-                os.close(folder)
-    finally:
-        for folder, _ in pending:
-            os.close(folder)
+                _scan_folder(folders.at(path), path and path + b"/", found, pending, seen)
+            except OSError as error:
+                if not moving or error.errno not in MOVED:
+                    raise
     return found
+
+
+def _scan_folder(folder: int, prefix: bytes, found: Scan, pending: list[bytes], seen: Step) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = prefix + os.fsencode(entry.name)
+            if len(path) > PATH_LIMIT_BYTES:
+                raise TooDeepError(path)
+            try:
+                found[path] = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if len(found) % SEEN_EVERY == 0:
+                seen(len(found))
+            if stat.S_ISDIR(found[path].st_mode):
+                pending.append(path)
 
 
 def believed_until() -> int:
@@ -63,27 +82,12 @@ def believed_until() -> int:
     return (1 << 63) if exact else time.time_ns() - TICK_NS
 
 
-@contextmanager
-def parent_of(root: int, path: bytes) -> Iterator[tuple[int, bytes]]:
-    """The folder that holds the entry, and the entry's name in it. OSError when a part is missing or a link."""
-    *folders, name = path.split(b"/")
-    here = os.dup(root)
-    try:
-        for folder in folders:
-            below = os.open(folder, FOLDER, dir_fd=here)
-            os.close(here)
-            here = below
-        yield here, name
-    finally:
-        os.close(here)
-
-
 def copy_entry(source: int, target: int, name: bytes, found: os.stat_result, step: Step = unbounded) -> bool:
     """Copy one entry, without a folder's children, between two folders. False: it is not what was found any more.
 
     `step` is asked before each piece of a file's data. OSError when the target cannot take it.
     """
-    try:
+    with unless_moved():
         if stat.S_ISREG(found.st_mode):
             return _copy_file(source, target, name, found, step)
         if stat.S_ISDIR(found.st_mode):
@@ -102,10 +106,9 @@ def copy_entry(source: int, target: int, name: bytes, found: os.stat_result, ste
             os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
         else:
             os.mknod(name, found.st_mode, found.st_rdev, dir_fd=target)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    copy_metadata(target, name, found)
-    return True
+        copy_metadata(target, name, found)
+        return True
+    return False
 
 
 def copy_metadata(target: int, name: bytes, found: os.stat_result) -> None:
@@ -146,14 +149,15 @@ def copy_root_metadata(copy: int, found: os.stat_result) -> None:
 
 
 def _copy_file(source: int, target: int, name: bytes, found: os.stat_result, step: Step) -> bool:
-    original = os.open(name, FILE, dir_fd=source)
+    original = open_file(source, name)
     try:
-        if (os.fstat(original).st_dev, os.fstat(original).st_ino) != (found.st_dev, found.st_ino):
+        now = os.fstat(original)
+        if (now.st_dev, now.st_ino) != (found.st_dev, found.st_ino):
             return False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         copy = os.open(name, flags, 0o600, dir_fd=target)
         try:
-            _copy_data(original, copy, step)
+            _copy_data(original, copy, now.st_size, step)
             os.fchown(copy, found.st_uid, found.st_gid)
             os.fchmod(copy, stat.S_IMODE(found.st_mode))
             _copy_xattrs(original, copy)
@@ -165,9 +169,8 @@ def _copy_file(source: int, target: int, name: bytes, found: os.stat_result, ste
     return True
 
 
-def _copy_data(original: int, copy: int, step: Step) -> None:
+def _copy_data(original: int, copy: int, size: int, step: Step) -> None:
     """Shared where the disk can, else extent by extent, so that holes stay holes."""
-    size = os.fstat(original).st_size
     if size == 0:
         return
     with suppress(OSError):

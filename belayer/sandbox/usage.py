@@ -65,7 +65,7 @@ def disk(home: Home) -> Disk:
 
 def _files(folder: Path) -> Iterator[os.stat_result]:
     with suppress(FileNotFoundError), opened(folder) as root:
-        yield from (found for found in scan(root).values() if stat.S_ISREG(found.st_mode))
+        yield from (found for found in scan(root, moving=True).values() if stat.S_ISREG(found.st_mode))
 
 
 def _size(files: Iterable[os.stat_result]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from belayer.sandbox.docker_sandbox import DockerSandbox
 from belayer.sandbox.home import default_home
 from belayer.sandbox.manifest import read_manifest, sizes_and_digests, write_manifest
 from belayer.sandbox.protocol import Action, Incarnation
+from belayer.sandbox.removal import remove_tree
 
 IMAGE = "belayer-base:bookworm"
 SPEC = SandboxSpec(IMAGE, workdir="/testbed")
@@ -26,6 +27,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("home")
     (made / "criu").symlink_to(default_home() / "criu")
     return made
+
+
+@pytest.fixture
+def emptied(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is emptied by us: pytest would recurse."""
+    yield tmp_path
+    for entry in tmp_path.iterdir():
+        remove_tree(entry)
 
 
 @pytest.fixture

@@ -47,27 +47,27 @@ def descriptors(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
+def test_a_tree_deeper_than_any_path_is_removed(emptied: Path) -> None:
+    outside = emptied / "outside"
     outside.mkdir()
     (outside / "kept").touch()
-    tree = tmp_path / "tree"
+    tree = emptied / "tree"
     tree.mkdir()
     (tree / "way out").symlink_to(outside)
     deepen(tree, LEVELS)
     deepen(tree, 50, name="beside")
     with descriptors(10):
         remove_tree(tree)
-    assert names(tmp_path) == ["outside"]
+    assert names(emptied) == ["outside"]
     assert names(outside) == ["kept"]
     remove_tree(tree)
     remove_tree(tree / "not" / "there")
 
 
-def test_leftovers_of_any_depth_go(tmp_path: Path) -> None:
-    home = Home(tmp_path)
+def test_leftovers_of_any_depth_go(emptied: Path) -> None:
+    home = Home(emptied)
     home.make()
-    deep = tmp_path / "checkpoints" / ".removed-deep-1"
+    deep = emptied / "checkpoints" / ".removed-deep-1"
     deep.mkdir()
     deepen(deep, LEVELS)
     assert home.remove_leftovers() == [deep.name]
