@@ -239,7 +239,7 @@ async def test_a_file_that_never_rests(home: Path, hold: bool) -> None:
 @pytest.mark.sandbox
 @pytest.mark.parametrize("end", ["cancelled", "late"])
 async def test_ended_while_it_copies_frozen(home: Path, end: str) -> None:
-    limits = Limits(checkpoint_s=0.2) if end == "late" else Limits()
+    limits = Limits(checkpoint_s=0.06) if end == "late" else Limits()
     async with limited(home, limits) as bench:
         live = await bench.create()
         await live.sh("for i in $(seq 10); do head -c 20000000 /dev/zero > f$i; done")
@@ -253,6 +253,6 @@ async def test_ended_while_it_copies_frozen(home: Path, end: str) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await working
         else:
-            with pytest.raises(CheckpointFailedError, match=r"took longer than 0\.2 s"):
+            with pytest.raises(CheckpointFailedError, match=r"took longer than 0\.1 s"):
                 await working
         await left_nothing(live, name)
