@@ -237,22 +237,16 @@ async def test_a_file_that_never_rests(home: Path, hold: bool) -> None:
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize("end", ["cancelled", "late"])
-async def test_ended_while_it_copies_frozen(home: Path, end: str) -> None:
-    limits = Limits(checkpoint_s=0.06) if end == "late" else Limits()
-    async with limited(home, limits) as bench:
+async def test_cancelled_while_it_copies_frozen(home: Path) -> None:
+    async with limited(home, Limits()) as bench:
         live = await bench.create()
         await live.sh("for i in $(seq 10); do head -c 20000000 /dev/zero > f$i; done")
         name = bench.name()
         working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, live.number, hold=True))
-        if end == "cancelled":
-            folder = bench.host.checkpoint_path(name).parent
-            await until(lambda: list(folder.glob(f".partial-{name}-*/layer/testbed/f*")), what="the copy to begin")
-            assert freezer(live).freezing
-            working.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await working
-        else:
-            with pytest.raises(CheckpointFailedError, match=r"took longer than 0\.1 s"):
-                await working
+        folder = bench.host.checkpoint_path(name).parent
+        await until(lambda: list(folder.glob(f".partial-{name}-*/layer/testbed/f*")), what="the copy to begin")
+        assert freezer(live).freezing
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
         await left_nothing(live, name)
