@@ -20,7 +20,7 @@ from belayer.journal.redis_store import RedisStore
 from belayer.processes import wait_exit
 from belayer.sandbox.docker_host import DockerHost, open_host
 from belayer.sandbox.protocol import Action
-from tests.cli.command import belayer
+from tests.cli.command import assert_one_line_error, belayer
 from tests.cli.rollout import begin
 
 app = typer.Typer()
@@ -96,10 +96,23 @@ async def test_with_it_the_files_come_back_and_every_verb_says_what_does_not(
     async with open_host(spares=0, or_files_only=True) as fallback:
         box = await begin(redis_store, fallback, f"run-{namespace}", name, START)
     assert box.container is not None
+
+    async def said(*arguments: str) -> str:
+        done = await asyncio.to_thread(belayer, *arguments, *journal, COLUMNS="200")
+        assert done.returncode == 0, done
+        return done.stdout
+
+    journal = ("--url", redis_url, "--namespace", namespace)
+    forked = json.loads(await said("fork", name, "--json"))
+    assert "not in them, for the checkpoint holds files alone: python3 -c" in await said("fork", name)
+    refused = await asyncio.to_thread(belayer, "fork", name, "--whole", *journal)
+    assert_one_line_error(refused, "files alone, without python3 -c", "--whole")
+
     os.kill(box.container.pid, signal.SIGKILL)
     await wait_exit(box.container.pid, box.container.pid_start_ticks)
     done = json.loads((await asyncio.to_thread(call, redis_url, namespace, name)).stdout)
     assert done["restored"] and done["boundary"] == 1
+    assert done["left_out"] == forked["left_out"]
     assert "io_uring" in done["left_out"][0]["cause"] and done["left_out"][0]["what"].startswith("python3 -c")
     assert [one["what"] for one in done["left_out"][1:]] == ["sleep 1000"]
     t = await Trajectory.open(redis_store, name)
@@ -108,10 +121,6 @@ async def test_with_it_the_files_come_back_and_every_verb_says_what_does_not(
     assert now.container is not None
     async with await host.attach(incarnation_of(now.container)) as sandbox:
         assert (await sandbox.run(Action(2, "cat file; pgrep -c sleep || true"))).output == b"kept\n0\n"
-
-    async def said(*arguments: str) -> str:
-        journal = ("--url", redis_url, "--namespace", namespace)
-        return (await asyncio.to_thread(belayer, *arguments, *journal, COLUMNS="200")).stdout
 
     assert "files alone, without python3 -c" in " ".join((await said("checkpoints", "--trajectory", name)).split())
     (row,) = json.loads(await said("status", "--json"))["trajectories"]
