@@ -71,7 +71,11 @@ HangS = Annotated[
     float, typer.Option(help="SGLang: an idle or decoding scheduler that is silent for so long is hung.", min=0.1)
 ]
 UpdateS = Annotated[
-    float, typer.Option(help="SGLang: a scheduler that is silent for so long in a weight update is hung.", min=0.1)
+    float,
+    typer.Option(
+        help="SGLang: a weight update of which nothing is heard for so long, in a call or between two, is given up.",
+        min=0.1,
+    ),
 ]
 Handover = Annotated[
     When, typer.Option(envvar="BELAYER_HANDOVER", help="SGLang: when a shadow may take over (decision 7).")

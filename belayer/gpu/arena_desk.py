@@ -20,7 +20,7 @@ from belayer.gpu.arena import ArenaOwner, Lendable
 from belayer.gpu.books import Books
 from belayer.gpu.errors import ArenaRefusedError, LeaseHeldError, LeaseLostError
 from belayer.gpu.peers import Notify, Peer
-from belayer.gpu.progress import HangRule, hang_evidence
+from belayer.gpu.progress import HangRule, abandoned_update, hang_evidence
 from belayer.gpu.weights_desk import WeightsDesk, must_be_same
 
 _TIDY_AFTER_S = 1.0
@@ -194,7 +194,7 @@ class ArenaDesk:
         self._advance()
 
     def tick(self) -> None:
-        """Deadlines: of the promotion, and of the holder's silence."""
+        """Deadlines: of the promotion, of the holder's silence, and of a weight update that it began."""
         promotion, holder = self._promotion, self.holder
         if promotion is not None and time.monotonic() - promotion.began_s > promotion.request.timeout_s:
             phase = "see its predecessor die" if self._dying or promotion.granted_s is None else "adopt"
@@ -202,7 +202,10 @@ class ArenaDesk:
         if holder is not None and holder.alive and holder.warm and not holder.dying:
             assert self._books is not None
             progress = self._books.ledger.progress()
-            if evidence := hang_evidence(progress, self.epoch, holder.pid, self._rule):
+            evidence = hang_evidence(progress, self.epoch, holder.pid, self._rule)
+            if self._weights.writer is holder:
+                evidence = evidence or abandoned_update(progress, self._weights.state.version, self._rule)
+            if evidence:
                 self._notify(wire.EngineEvent("hung", holder.incarnation, evidence))
                 holder.warm = False
                 holder.kill()

@@ -32,7 +32,7 @@ _HEADER_BYTES = 4096
 _BELL_AT = 2048
 _ENTRY_WORDS = 8
 _W_MAGIC, _W_VERSION, _W_ROWS, _W_WIDTH, _W_EPOCH, _W_RESERVED = range(6)
-_W_STEPS_BEGUN, _W_STEPS_ENDED, _W_TOKENS_IN_FLIGHT, _W_BEAT_NS, _W_SERVING = range(8, 13)
+_W_STEPS_BEGUN, _W_STEPS_ENDED, _W_TOKENS_IN_FLIGHT, _W_BEAT_NS, _W_SERVING, _W_UPDATE_NS = range(8, 14)
 _E_SEQUENCE, _E_LENGTH, _E_EPOCH, _E_REQUEST, _E_WEIGHT_VERSION = range(5)
 _SERVING, _UPDATING = 1, 2
 assert _BELL_AT + BELL_BYTES <= _HEADER_BYTES
@@ -54,7 +54,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the engine is. `beat_ns` is CLOCK_MONOTONIC of the last sign of life; `updating`: of a weight update."""
+    """How far the engine is. `beat_ns` is CLOCK_MONOTONIC of the last sign of life; `updating`: in a call of a weight
+    update; `update_ns`: when the last such call began or ended, 0 when there was none.
+    """
 
     epoch: int
     serving: bool
@@ -63,6 +65,7 @@ class Progress:
     steps_ended: int
     tokens_in_flight: int
     beat_ns: int
+    update_ns: int
 
 
 def ledger_bytes(rows: int, width: int) -> int:
@@ -123,7 +126,7 @@ class Ledger:
         header = self._header
         header[_W_SERVING] = header[_W_RESERVED] = 0
         self._reserve_due = None
-        header[_W_STEPS_BEGUN] = header[_W_STEPS_ENDED] = header[_W_TOKENS_IN_FLIGHT] = 0
+        header[_W_STEPS_BEGUN] = header[_W_STEPS_ENDED] = header[_W_TOKENS_IN_FLIGHT] = header[_W_UPDATE_NS] = 0
         header[_W_EPOCH] = epoch
         self._disarm()
         _armed.append(self._memory)
@@ -138,6 +141,7 @@ class Ledger:
     def excuse(self, silent: bool) -> None:
         """The loop will be silent for as long as a weight update takes, or is back."""
         self.beat()
+        self._header[_W_UPDATE_NS] = self._header[_W_BEAT_NS]
         self._header[_W_SERVING] = _UPDATING if silent else _SERVING
 
     def begin_step(self, tokens: int) -> None:
@@ -215,6 +219,7 @@ class Ledger:
             header[_W_STEPS_ENDED],
             header[_W_TOKENS_IN_FLIGHT],
             header[_W_BEAT_NS],
+            header[_W_UPDATE_NS],
         )
 
     def reserved(self, epoch: int) -> array[int]:

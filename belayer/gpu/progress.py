@@ -1,9 +1,9 @@
 """Is an engine hung? By its own step counter, which a dead or stopped scheduler cannot move.
 
 A prefill of many tokens may take long, so the silence that is allowed grows with those in flight; a loop without work
-beats at least once a second. A weight update may wait for its trainer, but not for ever: nobody else would see that
-the trainer is gone. A stopped process makes no progress whatever it was doing, so it gets only the base
-allowance.
+beats at least once a second. A weight update may wait for its trainer, in a call or between two, but not for ever:
+nobody else would see that the trainer is gone. A stopped process makes no progress whatever it was doing, so it gets
+only the base allowance.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class HangRule:
     """The allowed silence: `base_s`, and `per_token_s` more for each token of the prefills in flight, up to `most_s`.
 
     So a prefill of 2,000 tokens may take a minute. A decode step gets nothing more: it is a small part of a second. One
-    call of a weight update may take `update_s`: 64 GB from a disk that reads 250 MB/s take 260 s; from memory, another
-    GPU or the page cache it is seconds (8 GB took 0.1 to 1.2 s).
+    call of a weight update may take `update_s`, and so long may an update that was begun wait for its next call or its
+    end: 64 GB from a disk that reads 250 MB/s take 260 s; from memory, another GPU or the page cache it is seconds
+    (8 GB took 0.1 to 1.2 s).
     """
 
     base_s: float = 2.5
@@ -53,6 +54,17 @@ def hang_evidence(progress: Progress, epoch: int, pid: int, rule: HangRule) -> s
         else "no prefill in flight"
     )
     return f"the scheduler was silent for {silent_s:.1f} s ({work}, {allowed_s:.1f} s allowed)"
+
+
+def abandoned_update(progress: Progress, version: int, rule: HangRule) -> str:
+    """Why the update to that version, which the engine has begun and not ended, counts as given up, or ""."""
+    waited_s = (time.monotonic_ns() - progress.update_ns) / 1e9
+    if progress.updating or not progress.update_ns or waited_s <= rule.update_s:
+        return ""
+    return (
+        f"the weight update to version {version} was neither continued nor ended for {waited_s:.1f} s "
+        f"({rule.update_s:.1f} s allowed): its trainer is taken for dead"
+    )
 
 
 def _is_stopped(pid: int) -> bool:

@@ -87,10 +87,11 @@ class Lessee:
         self.ledger.begin_step(tokens)
         return "begun"
 
-    def update_begins(self) -> str:
+    def update_call(self, begins: bool) -> str:
+        """A call of a weight update begins or ends."""
         assert self.ledger is not None
-        self.ledger.excuse(True)
-        return "begun"
+        self.ledger.excuse(begins)
+        return "said"
 
     def last_proven(self, epoch: int) -> dict[int, list[int]]:
         last = Ledger(self.last_ledger_fd, ROWS, WIDTH, writable=False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from belayer.gpu.errors import GeometryMismatchError
 from belayer.gpu.ledger import Ledger, ledger_bytes, request_digest
-from belayer.gpu.progress import HangRule, hang_evidence
+from belayer.gpu.progress import HangRule, abandoned_update, hang_evidence
 
 ROWS, WIDTH = 3, 32
 
@@ -174,3 +174,16 @@ def test_a_weight_update_that_is_silent_for_too_long_is_a_hang(ledger: Ledger) -
     assert "in a weight update, -1.0 s allowed" in evidence
     ledger.excuse(False)
     assert hang_evidence(ledger.progress(), 1, os.getpid(), HangRule(base_s=60.0, update_s=-1.0)) == ""
+
+
+def test_an_update_is_given_up_only_between_its_calls_and_each_call_gives_it_time(ledger: Ledger) -> None:
+    at_once = HangRule(update_s=-1.0)
+    assert abandoned_update(ledger.progress(), 7, at_once) == "", "no call of this holder's"
+    ledger.excuse(True)
+    assert abandoned_update(ledger.progress(), 7, at_once) == "", "in a call, whose silence counts"
+    ledger.excuse(False)
+    evidence = abandoned_update(ledger.progress(), 7, at_once)
+    assert "to version 7 was neither continued nor ended" in evidence and "-1.0 s allowed" in evidence
+    assert abandoned_update(ledger.progress(), 7, HangRule(update_s=60.0)) == ""
+    ledger.begin(2)
+    assert abandoned_update(ledger.progress(), 7, at_once) == "", "it was another holder's"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,14 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Child]]:
         child.close()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Path]:
-    """A memory server for the CPU, as a process of its own; yields its socket."""
+@contextmanager
+def serving(tmp_path: Path, hang_s: float, update_s: float) -> Iterator[Path]:
+    """A memory server for the CPU, as a process of its own; gives its socket."""
     socket_path = tmp_path / "memory.sock"
     ready, ready_write = os.pipe()
     command = [sys.executable, "-m", "belayer.gpu.memory_main", "--device", "cpu", "--socket", str(socket_path)]
-    command += ["--owner-pid", str(os.getpid()), "--ready-fd", str(ready_write), "--hang-s", "0.5"]
-    command += ["--update-s", "1.5"]
+    command += ["--owner-pid", str(os.getpid()), "--ready-fd", str(ready_write)]
+    command += ["--hang-s", str(hang_s), "--update-s", str(update_s)]
     process = subprocess.Popen(command, pass_fds=[ready_write], cwd=ROOT)
     os.close(ready_write)
     with os.fdopen(ready, "rb") as line:
@@ -84,6 +85,12 @@ def server(tmp_path: Path) -> Iterator[Path]:
     yield socket_path
     process.terminate()
     assert process.wait(30) == 0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Path]:
+    with serving(tmp_path, hang_s=0.5, update_s=1.5) as socket_path:
+        yield socket_path
 
 
 def ask(server: Path, request: wire.Request) -> wire.Facts:
@@ -343,7 +350,7 @@ async def test_a_weight_update_that_never_ends_is_a_hang_and_leaves_torn_weights
     with MemoryClient.connect(server, "host", "control")[0] as client:
         client.ask(wire.Watch(), wire.Facts)
         main.do("begin", 7)
-        main.do("update_begins")  # and its trainer dies
+        main.do("update_call", True)  # and its trainer dies
         await asyncio.to_thread(ask, server, wire.Arm("a"))
         event = (await asyncio.to_thread(client.receive, 20.0))[0]
         assert isinstance(event, wire.EngineEvent) and event.kind == "hung"
@@ -351,6 +358,34 @@ async def test_a_weight_update_that_never_ends_is_a_hang_and_leaves_torn_weights
         events = [(await asyncio.to_thread(client.receive, 20.0))[0] for _ in range(2)]
     assert [event.kind for event in events if isinstance(event, wire.EngineEvent)] == ["dying", "dead"]
     assert status(server).weights == wire.Weights("torn", 7, "a")
+
+
+def test_a_trainer_that_is_gone_between_two_calls_is_noticed_and_leaves_torn_weights(
+    tmp_path: Path, start: Callable[[], Child]
+) -> None:
+    with serving(tmp_path, hang_s=600, update_s=0.5) as server:
+        main = a_main(server, start)
+        a_shadow(server, start)
+        with MemoryClient.connect(server, "host", "control")[0] as client:
+            client.ask(wire.Watch(), wire.Facts)
+            for version in (6, 7):
+                main.do("update_call", True)
+                main.do("begin", version)
+                main.do("update_call", False)
+                if version == 6:
+                    main.do("commit", 6)  # an update that was ended: nobody waits for more of it
+                    ask(server, wire.Arm("a"))
+                    with pytest.raises(ArenaError, match="silent"):
+                        client.receive(1.5)
+            # and now its trainer dies
+            events = [client.receive(20.0)[0] for _ in range(3)]
+        first = events[0]
+        assert isinstance(first, wire.EngineEvent) and first.incarnation == "a"
+        assert "the weight update to version 7 was neither continued nor ended for" in first.evidence
+        kinds = [event.kind for event in events if isinstance(event, wire.EngineEvent)]
+        assert kinds == ["hung", "dying", "dead"]
+        with pytest.raises(TornWeightsError, match="version 7"):
+            promote(server, "b")
 
 
 def test_what_is_no_message_is_refused(server: Path) -> None:
