@@ -73,6 +73,7 @@ HangS = Annotated[
 UpdateS = Annotated[
     float,
     typer.Option(
+        envvar="BELAYER_UPDATE_S",
         help="SGLang: a weight update of which nothing is heard for so long, in a call or between two, is given up.",
         min=0.1,
     ),
@@ -126,6 +127,7 @@ class Choice:
         from belayer.gpu import sglang_cpu
         from belayer.gpu.arena import device_index
         from belayer.gpu.memory_process import MemoryProcess
+        from belayer.gpu.progress import HangRule
         from belayer.gpu.sglang_host import SglangHost
 
         if not self.arguments:
@@ -150,6 +152,7 @@ class Choice:
             owner_pid=owner_pid,
             python=python,
             environment=environment,
+            silence_s=HangRule(self.hang_s, update_s=self.update_s).callers_s,
             adopt=self.adopt is Adoption.ON,
             early=self.handover is When.EARLY,
             memory=memory,

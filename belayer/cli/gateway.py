@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from belayer.cli.engine_options import DEFAULT_UPDATE_S, UpdateS
 from belayer.cli.options import ArchiveUrl, Durability, Namespace, OwnerPid, Url
 from belayer.errors import InputError
 from belayer.gpu.gateway.settings import Settings
+from belayer.gpu.progress import HangRule
 
 if TYPE_CHECKING:
     from belayer.gpu.gateway.text import Tokenizer
@@ -82,8 +84,14 @@ def gateway(
         float, _option("How long a request is held while the journal does not answer.", "JOURNAL_WAIT_S", 0)
     ] = _DEFAULT.journal_wait_s,
     silence_s: Annotated[
-        float, _option("An engine silent for so long has failed the request.", "SILENCE_S", 0.1)
-    ] = _DEFAULT.silence_s,
+        float | None,
+        _option(
+            "An engine silent for so long has failed the request; without it somewhat more than --update-s.",
+            "SILENCE_S",
+            0.1,
+        ),
+    ] = None,
+    update_s: UpdateS = DEFAULT_UPDATE_S,
     lag_tokens: Annotated[
         int, _option("Tokens that a caller may be behind before its engine is not read on.", "LAG_TOKENS", 1)
     ] = _DEFAULT.lag_tokens,
@@ -110,7 +118,7 @@ def gateway(
         engine_wait_s=engine_wait_s,
         handover_wait_s=handover_wait_s,
         journal_wait_s=journal_wait_s,
-        silence_s=silence_s,
+        silence_s=HangRule(update_s=update_s).callers_s if silence_s is None else silence_s,
         lag_tokens=lag_tokens,
         appends_per_s=appends_per_s,
         adopts_kv=adopts_kv,

@@ -41,6 +41,7 @@ SETTINGS: Mapping[str, Setting] = {
     "device": Setting("device", "BELAYER_DEVICE", "the engines' device: cpu or cuda:N"),
     "memory_socket": Setting("memory_socket", "BELAYER_MEMORY_SOCKET", "the device's memory server: its Unix socket"),
     "handover": Setting("handover", "BELAYER_HANDOVER", "when a shadow may take over: late or early"),
+    "update_s": Setting("update_s", "BELAYER_UPDATE_S", "seconds after which a weight update is given up"),
     "adoption": Setting("adoption", "BELAYER_ADOPTION", "whether a shadow adopts the KV cache: on or off"),
     "home": Setting("home", HOME_VARIABLE, "Belayer's own folder on this machine"),
 }

@@ -19,6 +19,7 @@ import msgspec
 
 from belayer.errors import EngineFailedError, InputError, PrefixRefusedError
 from belayer.gpu.incarnation import meant
+from belayer.gpu.progress import HangRule
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
 from belayer.gpu.resume_group import UNREAD_TOKENS, FellBehindError, Member, joined
 
@@ -36,12 +37,13 @@ _BREAKS = (TimeoutError, aiohttp.ClientError, OSError)
 
 
 class HttpEngine:
-    """A connection to one engine incarnation. `silence_s` bounds the wait for any token, the first one included.
+    """A connection to one engine incarnation. `silence_s` bounds the wait for any token, the first one included; a
+    weight update holds all of an engine's streams, so it is longer than one may take.
 
     Every wait for the engine ends at that bound, and at once when the client is ended or closed.
     """
 
-    def __init__(self, engine: EngineProcess, *, silence_s: float = 120.0) -> None:
+    def __init__(self, engine: EngineProcess, *, silence_s: float = HangRule().callers_s) -> None:
         self._engine = engine
         self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from belayer.gpu.ledger import Progress
 
+_TO_BE_KILLED_S = 20.0
+
 
 @dataclass(frozen=True, slots=True)
 class HangRule:
@@ -32,6 +34,11 @@ class HangRule:
 
     def allowed_s(self, tokens_in_flight: int) -> float:
         return self.base_s + min(self.most_s, self.per_token_s * max(0, tokens_in_flight))
+
+    @property
+    def callers_s(self) -> float:
+        """How long callers should bear an engine that says nothing: no less than this rule does, and a kill takes."""
+        return max(self.base_s + self.most_s, self.update_s) + _TO_BE_KILLED_S
 
 
 def hang_evidence(progress: Progress, epoch: int, pid: int, rule: HangRule) -> str:

@@ -29,6 +29,7 @@ from belayer.gpu.incarnation import meant
 from belayer.gpu.last_traces import Process, gone, processes_now
 from belayer.gpu.memory_process import MemoryProcess
 from belayer.gpu.memory_ranks import MemoryRanks, tensor_parallel_size
+from belayer.gpu.progress import HangRule
 from belayer.gpu.protocol import EngineFailure, EngineProcess, Handover
 from belayer.processes import host_name, is_alive, kill, start_ticks, wait_exit
 
@@ -62,7 +63,7 @@ class SglangHost:
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 600.0,
         promote_timeout_s: float = 30.0,
-        silence_s: float = 120.0,
+        silence_s: float = HangRule().callers_s,
         warm_prompts: Sequence[int] = (4, 64),
         warm_batch: int = 8,
         adopt: bool = True,

@@ -63,6 +63,13 @@ def test_settings_become_options_of_every_verb() -> None:
     }
 
 
+@pytest.mark.parametrize("verb", ["actors --engine-log logs", "memory start", "gateway --worker w"])
+def test_one_setting_tells_all_how_long_a_weight_update_may_be_silent(verb: str, tmp_path: Path) -> None:
+    written(tmp_path, 'update_s = "an hour"')
+    for done in (belayer(*verb.split(), cwd=tmp_path), belayer(*verb.split(), BELAYER_UPDATE_S="an hour")):
+        assert_one_line_error(done, "'--update-s'", "should be a valid number")
+
+
 def test_the_environment_goes_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BELAYER_HOME", "/from/the/environment")
     set_home({"home": "/from/the/file"})

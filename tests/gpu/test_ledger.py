@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from belayer.gpu.errors import GeometryMismatchError
+from belayer.gpu.gateway.settings import Settings
 from belayer.gpu.ledger import Ledger, ledger_bytes, request_digest
 from belayer.gpu.progress import HangRule, abandoned_update, hang_evidence
 
@@ -153,6 +154,12 @@ def test_it_reads_back_what_a_plain_model_holds(steps: list[tuple[int, int, int]
 def test_a_prefill_of_a_minute_is_allowed_its_silence_and_a_decode_step_is_not() -> None:
     rule = HangRule()
     assert rule.allowed_s(0) < 3.0 and rule.allowed_s(2048) > 63.0 and rule.allowed_s(1 << 20) < 93.0
+
+
+def test_callers_bear_every_silence_that_is_allowed() -> None:
+    for rule in (HangRule(), HangRule(update_s=0.1), HangRule(update_s=3600.0), HangRule(base_s=600.0)):
+        assert rule.callers_s > max(rule.update_s, rule.allowed_s(1 << 20))
+    assert Settings().silence_s > HangRule().update_s, "a gateway with nothing set, and actors with nothing set"
 
 
 def test_silence_counts_by_the_work_in_flight(ledger: Ledger) -> None:

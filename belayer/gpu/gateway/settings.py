@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from belayer.gpu.progress import HangRule
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -22,8 +24,8 @@ class Settings:
     """How long it waits for its own engine's shadow before it goes to another engine."""
     journal_wait_s: float = 60.0
     """How long a request is held while the journal does not answer."""
-    silence_s: float = 120.0
-    """An engine that says nothing for so long has failed the request."""
+    silence_s: float = HangRule().callers_s
+    """An engine that says nothing for so long has failed the request. A weight update is a silence of all streams."""
     lag_tokens: int = 8192
     """An engine is not read on while every caller of its request is further behind than this."""
     appends_per_s: int = 4000
