@@ -128,8 +128,7 @@ class SandboxRecovery:
         One that opened it just before is shut out again. Leaving that to another try would wait for this one to end.
         """
         while True:
-            rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
-            prefix = trajectory.fold(history)
+            rollout, prefix = await self._take_trajectory(writer, name)
             decision = plan(prefix, state, SandboxFailure())
             try:
                 if prefix.phase in ("open", "recovering"):
@@ -138,6 +137,15 @@ class SandboxRecovery:
             except FencedError:
                 if (await look(self._store, name)).epoch != writer.epoch:
                     raise
+
+    async def _take_trajectory(self, writer: StreamWriter, name: str) -> tuple[StreamWriter, TrajectoryState]:
+        """FencedError when the sandbox is another recovery's by now: it may be done, and the trajectory far beyond.
+
+        In this order: who takes the sandbox after that look takes the trajectory after it, too, and shuts us out.
+        """
+        rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
+        await writer.check_epoch()
+        return rollout, trajectory.fold(history)
 
     async def _restore(
         self, writer: StreamWriter, name: str, state: SandboxState, decision: RestoreSandbox, attempt: int
@@ -172,13 +180,20 @@ class SandboxRecovery:
         return restored
 
     async def _resume_only(self, writer: StreamWriter, name: str, state: SandboxState) -> None:
-        """Finish what a dead recovery had left to do: its container stands, the rollout is still shut out."""
-        rollout, history = await take_over(self._store, ids.trajectory(name), self._by)
-        prefix = trajectory.fold(history)
-        if prefix.phase == "recovering":
-            rewind = prefix.action is not None or state.restored_from != prefix.boundary
-            left_out = state.container.left_out if isinstance(state.container, SandboxRestored) else ()
-            await self._resume(rollout, state.restored_from, rewind, state.incarnation, "", left_out)
+        """Finish what a dead recovery had left to do: its container stands, the rollout is still shut out.
+
+        One that the trajectory has been resumed in already has moved on with it: it is not rewound.
+        """
+        rollout, prefix = await self._take_trajectory(writer, name)
+        if prefix.phase != "recovering":
+            return
+        left_out = state.container.left_out if isinstance(state.container, SandboxRestored) else ()
+        to, rewind = state.restored_from, False
+        if prefix.sandbox_incarnation == state.incarnation:
+            to = prefix.boundary
+        else:
+            rewind = prefix.action is not None or to != prefix.boundary
+        await self._resume(rollout, to, rewind, state.incarnation, "", left_out)
 
     async def _resume(
         self,

@@ -181,16 +181,21 @@ class Anywhere(RuleBasedStateMachine):
 
     @rule(
         who=st.sampled_from(["rollout", "checkpointer", "recovery", "reaper"]),
-        other=st.sampled_from(["rollout", "checkpointer", "recovery", "reaper", "death"]),
+        others=st.lists(
+            st.sampled_from(["rollout", "checkpointer", "recovery", "reaper", "death"]), min_size=1, max_size=5
+        ),
         at=st.integers(0, 20),
         after=st.booleans(),
     )
-    def pause_while_another_works(self, who: str, other: str, at: int, after: bool) -> None:
+    def pause_while_others_work(self, who: str, others: list[str], at: int, after: bool) -> None:
+        """However long one sleeps: it may have failed and been recovered, and gone on, more than once."""
+
         async def intrude() -> None:
-            if other == "death":
-                self.kill_container()
-            else:
-                await self.do(self.workers()[other])
+            for other in others:
+                if other == "death":
+                    self.kill_container()
+                else:
+                    await self.do(self.workers()[other])
 
         self.fuse.set(at, after, intrude)
         self.loop.run_until_complete(self.do(self.workers()[who]))
