@@ -14,6 +14,7 @@ way may be stored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Coroutine
@@ -56,7 +57,7 @@ class Lane:
         self.waiting_bytes = 0
         self._queue: deque[Append] = deque()
         self._under_way: dict[bytes, Append] = {}
-        self._room = asyncio.Condition()
+        self._room = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed: str | None = "the store is not open"
@@ -94,6 +95,8 @@ class Lane:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self._under_way.clear()
+        self.waiting_bytes = 0
         self._sender.close()
 
     def append(self, stream: StreamId, entry: Entry, notice_tag: str | None) -> Awaitable[Any]:
@@ -136,8 +139,10 @@ class Lane:
 
     async def _wait_for_room(self, write: Append) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s), self._room:
-                await self._room.wait_for(lambda: self._has_room(write))
+            async with asyncio.timeout(self._timeout_s):
+                while self._closed is None and not self._has_room(write):
+                    self._room.clear()
+                    await self._room.wait()
         except TimeoutError:
             raise self._unavailable(write.started, f"{self.waiting_bytes} bytes are waiting already") from None
 
@@ -148,7 +153,7 @@ class Lane:
             await self._ready.wait()
             if group := self._next_group():
                 await self._settle(group)
-                await self._release(group)
+                self._release(group)
 
     async def _look_after(self) -> None:
         while True:
@@ -170,6 +175,7 @@ class Lane:
             write = queue.popleft()
             if write.done.done():
                 self.waiting_bytes -= write.size_bytes
+                self._room.set()
             elif write.key in under_way:
                 later.append(write)
             else:
@@ -196,22 +202,24 @@ class Lane:
 
     async def _try(self, group: list[Append]) -> list[Append]:
         """One attempt; the writes that are to be tried again."""
-        left_s = group[0].started + self._timeout_s - time.monotonic()
-        cause = await self._sender.attempt(group, min(REPLY_S, max(_LEAST_ATTEMPT_S, left_s)))
+        left_s = max(_LEAST_ATTEMPT_S, min(write.started for write in group) + self._timeout_s - time.monotonic())
+        cause = "no reply in time"
+        with contextlib.suppress(TimeoutError):  # an attempt may connect and look before it sends
+            async with asyncio.timeout(left_s + _LEAST_ATTEMPT_S):
+                cause = await self._sender.attempt(group, min(REPLY_S, left_s))
         if not [write for write in group if not write.done.done()]:
             return []
         self._expire(cause)
         return [write for write in group if not write.done.done()]
 
-    async def _release(self, group: list[Append]) -> None:
+    def _release(self, group: list[Append]) -> None:
         """The group is settled: its streams may go on, and there is room again."""
         for write in group:
             del self._under_way[write.key]
             self.waiting_bytes -= write.size_bytes
         if self._queue:
             self._ready.set()
-        async with self._room:
-            self._room.notify_all()
+        self._room.set()
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -232,7 +240,9 @@ class Lane:
         self._closed = cause
         for write in (*self._under_way.values(), *self._queue):
             write.settle(self._unavailable(write.started, cause))
+        self.waiting_bytes -= sum(write.size_bytes for write in self._queue)
         self._queue.clear()
+        self._room.set()
 
     def _unavailable(self, started: float, cause: str) -> JournalUnavailableError:
         return JournalUnavailableError(self._sender.address, time.monotonic() - started, cause)

@@ -29,6 +29,8 @@ class Held:
         self._size_bytes = 0
         self._groups: deque[tuple[float, int, tuple[Append, ...]]] = deque()
         self._settled: asyncio.Future[Entry | None] | None = None
+        self.kept_until = 0.0
+        """Until then nothing is let go for its age: something before it may still be stored again."""
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -53,7 +55,8 @@ class Held:
 
     def prune(self) -> None:
         """Let go of what is too old or too much. Only while the server is known to be there."""
-        oldest = time.monotonic() - HELD_S
+        now = time.monotonic()
+        oldest = now - HELD_S if now > self.kept_until else 0.0
         while self._groups and (self._size_bytes > self._most_bytes or self._groups[0][0] < oldest):
             _, size_bytes, _ = self._groups.popleft()
             self._size_bytes -= size_bytes

@@ -64,8 +64,9 @@ class RedisStore:
         self._durability = durability
         ways = [routes.of(keys.mark(shard)) for shard in range(keys.shards)]
         options: dict[str, Any] = {"is_cluster": routes.is_cluster, "held_bytes": held_bytes // keys.shards}
+        room_bytes = waiting_bytes // keys.shards
         self._lanes = [
-            Lane(Sender(way, keys, shard, durability, replicas, **options), keys, timeout_s, waiting_bytes)
+            Lane(Sender(way, keys, shard, durability, replicas, **options), keys, timeout_s, room_bytes)
             for shard, way in enumerate(ways)
         ]
         if routes.is_cluster:

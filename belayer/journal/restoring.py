@@ -34,6 +34,8 @@ from belayer.journal.store import Loss
 from belayer.journal.writes import EMPTY, Append, Tail
 
 GAP_S = 5.0
+_LATE_S = 3.0
+"""How late somebody may look whether a gap's time is over."""
 _STREAMS_AT_ONCE = 256
 _APPEND_AGAIN = b"""
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
@@ -98,6 +100,8 @@ class Restorer:
         if self._unconfirmed and (confirm := self._confirmation.commands(timeout_s, mark=True)):
             self._confirmation.check((await link.exchange(confirm, len(confirm), timeout_s))[-1])
         self._unconfirmed = False
+        held = {writes[0].key for writes in streams}
+        self.gaps = {key: until for key, until in self.gaps.items() if key in held}
         if self._found:
             await self._report(link, timeout_s)
         return tails
@@ -110,6 +114,7 @@ class Restorer:
         for writes, place in zip(streams, await self._look(link, streams, timeout_s), strict=True):
             newest = writes[-1].entry
             if place is None or place.is_removed(writes):
+                self.gaps.pop(writes[0].key, None)
                 continue
             if self._has_gap(writes, place.last):
                 continue
@@ -133,7 +138,8 @@ class Restorer:
         """Whether something before the writes is missing that may still come."""
         key, now = writes[0].key, time.monotonic()
         end = 0 if last is None else last.last_sequence
-        if writes[0].entry.expected_sequence > end and now < self.gaps.setdefault(key, now + GAP_S):
+        if writes[0].entry.expected_sequence > end and now < (until := self.gaps.setdefault(key, now + GAP_S)):
+            self._held.kept_until = max(self._held.kept_until, until + _LATE_S)
             return True
         self.gaps.pop(key, None)
         return False

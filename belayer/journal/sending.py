@@ -135,7 +135,7 @@ class Sender:
 
         Nothing happens when nothing is held. What fails now is tried again the next time, or by the next attempt.
         """
-        if not self._held:
+        if not self._held and not self._restorer.gaps:
             return
         with contextlib.suppress(LinkLostError, Again, JournalError):
             home = await self.linked(timeout_s)

@@ -8,11 +8,11 @@ asked again until the deadline.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from contextlib import suppress
 
 import hiredis
-from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from belayer.errors import JournalUnavailableError
 from belayer.journal.link import Link, LinkLostError, Packable, Reply, pack
@@ -25,6 +25,10 @@ SHARED_LINKS = 4
 
 ASKING = pack((b"ASKING",))
 _MULTI = pack((b"MULTI",))
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_LATE_S = 0.1
+"""A link that hangs is closed at the deadline; after this whoever asks is told so, however many steps he was at."""
 _AGAIN_S = 0.001
 """A command is unblocked again after this: the first time may have come before it blocked."""
 
@@ -40,6 +44,7 @@ class Server:
     def __init__(self, route: Route, timeout_s: float, shared_links: int = SHARED_LINKS) -> None:
         self.route = route
         self.timeout_s = timeout_s
+        self._reply_s = min(REPLY_S, timeout_s)
         self._shared: list[Link | None] = [None] * shared_links
         self._opening = [asyncio.Lock() for _ in range(shared_links)]
         self._turn = 0
@@ -71,18 +76,17 @@ class Server:
         """The replies to a pipeline of commands, in order."""
         started = time.monotonic()
         packed = [pack(command) for command in commands]
-        with suppress(Again, LinkLostError):
-            return await self._ask_once(packed, block_s, ended, accept)
-        retrying = AsyncRetrying(
-            stop=stop_after_delay(self.timeout_s),
-            wait=wait_random_exponential(multiplier=0.01, max=0.5),
-            retry=retry_if_exception_type((Again, LinkLostError)),
-        )
-        try:
-            return await retrying(self._ask_once, packed, block_s, ended, accept)
-        except RetryError as error:
-            cause = str(error.last_attempt.exception())
-            raise JournalUnavailableError(self.route.shown, time.monotonic() - started, cause) from None
+        cause, pause_s = "no reply in time", _FIRST_PAUSE_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout_s + block_s + _LATE_S):
+                while True:
+                    try:
+                        return await self._ask_once(packed, block_s, ended, accept)
+                    except (Again, LinkLostError) as error:
+                        cause = str(error)
+                    await asyncio.sleep(random.uniform(0.0, pause_s))
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise JournalUnavailableError(self.route.shown, time.monotonic() - started, cause)
 
     def close(self) -> None:
         """Close all links. Questions under way fail."""
@@ -96,11 +100,11 @@ class Server:
     ) -> list[Reply]:
         if not block_s:
             link = await self._shared_link()
-            replies = await link.exchange(packed, len(packed), REPLY_S)
+            replies = await link.exchange(packed, len(packed), self._reply_s)
         else:
             link = self._idle.pop() if self._idle else await self.open_link()
             try:
-                replies = await self.exchange_until(link, packed, REPLY_S + block_s, ended)
+                replies = await self.exchange_until(link, packed, self._reply_s + block_s, ended)
             except BaseException:
                 link.close()
                 raise
@@ -130,11 +134,11 @@ class Server:
 
     async def _ask_elsewhere(self, asked: str, packed: list[bytes], block_s: float) -> list[Reply]:
         """The same commands at the server that a moving key has moved to. Only a MULTI keeps the ASKING before it."""
-        link = await self.route.open_asked(asked, "belayer", REPLY_S)
+        link = await self.route.open_asked(asked, "belayer", self._reply_s)
         try:
             commands = [packed[0]] if packed[0] == _MULTI else packed
             asking = [part for command in commands for part in (ASKING, command)] + packed[len(commands) :]
-            replies = await link.exchange(asking, len(asking), REPLY_S + block_s)
+            replies = await link.exchange(asking, len(asking), self._reply_s + block_s)
             return [reply for reply, command in zip(replies, asking, strict=True) if command is not ASKING]
         finally:
             link.close()
@@ -164,7 +168,7 @@ class Server:
         """A link for the caller alone, who closes it. LinkLostError when that fails now."""
         if self._closed:
             raise JournalUnavailableError(self.route.shown, 0.0, "the store is closed")
-        link = await self.route.open("belayer", REPLY_S)
+        link = await self.route.open("belayer", self._reply_s)
         if self._closed:
             link.close()
         return link

@@ -56,16 +56,18 @@ class Reader:
         """The Belayer that writes under this epoch, as far as it has said."""
         self.size_bytes = 0
         """Of all entries read, as they are stored."""
+        self._ready: list[Recorded] = []
+        """Read by a `catch_up` that was broken off; the next one begins with it."""
 
     async def catch_up(self) -> list[Recorded]:
-        """All events since the last call. DamagedJournalError when they do not hang together."""
+        """All events since the last call that succeeded. DamagedJournalError when they do not hang together."""
         at(self)
-        events: list[Recorded] = []
         while entries := await self._store.read(self.stream, self.sequence, _READ_LIMIT):
             for entry in entries:
-                events += self.accept(entry)
+                self._ready += self.accept(entry)
             if len(entries) < _READ_LIMIT:
                 break
+        events, self._ready = self._ready, []
         return events
 
     async def wait(self, timeout_s: float) -> bool:
@@ -75,31 +77,34 @@ class Reader:
 
     def accept(self, entry: Entry) -> list[Recorded]:
         """The events of the next entry. DamagedJournalError when it does not follow; ArchivedError when only the
-        archive has what comes before it."""
+        archive has what comes before it. After an error the reader is where it was."""
         try:
             events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)
         except UnknownEventError as error:
             raise error.by(self.writer_version if entry.epoch == self.epoch else "") from None
+        epoch, sequence, digest, version = self.epoch, self.sequence, self.digest, self.writer_version
         for event in events:
-            if event.sequence != self.sequence + 1:
-                if (mark := mark_of(events)) is None or mark.through_sequence <= self.sequence:
-                    raise DamagedJournalError(str(self.stream), event.sequence, f"follows sequence {self.sequence}")
+            if event.sequence != sequence + 1:
+                if (mark := mark_of(events)) is None or mark.through_sequence <= sequence:
+                    raise DamagedJournalError(str(self.stream), event.sequence, f"follows sequence {sequence}")
                 if not self._from_mark:
                     raise ArchivedError(str(self.stream), mark.through_sequence, mark.segment)
-                self.epoch, self.sequence, self.digest = event.epoch, event.sequence - 1, event.previous_digest
-            if event.epoch < self.epoch:
+                epoch, digest = event.epoch, event.previous_digest
+            if event.epoch < epoch:
                 raise DamagedJournalError(str(self.stream), event.sequence, f"epoch fell to {event.epoch}")
-            if event.previous_digest != self.digest:
+            if event.previous_digest != digest:
                 raise DamagedJournalError(str(self.stream), event.sequence, "the digest of the event before differs")
-            self.epoch, self.sequence, self.digest = event.epoch, event.sequence, event.digest
+            epoch, sequence, digest = event.epoch, event.sequence, event.digest
             if isinstance(event.event, EpochStarted):
-                self.writer_version = event.event.belayer_version
+                version = event.event.belayer_version
+        if self._from_mark:
+            events = [recorded._replace(event=readable(recorded.event)) for recorded in events]
+        elif (keyring := self._store.keyring) is not None:
+            events = [keyring.open(recorded) for recorded in events]
+        self.epoch, self.sequence, self.digest, self.writer_version = epoch, sequence, digest, version
         self.last_entry = entry
         self.size_bytes += len(entry.body)
-        if self._from_mark:
-            return [recorded._replace(event=readable(recorded.event)) for recorded in events]
-        keyring = self._store.keyring
-        return events if keyring is None else [keyring.open(recorded) for recorded in events]
+        return events
 
 
 def mark_of(events: Iterable[Recorded]) -> StreamArchived | None:

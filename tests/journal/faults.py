@@ -104,6 +104,7 @@ class Proxy:
 
     `lose_reply(word)`: the next request with the word in it reaches the server and is executed; then the connection
     breaks before the reply. `hold(word)`: such a request waits here until `release`.
+    `slow_s`: every reply takes so much longer.
     """
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -115,6 +116,8 @@ class Proxy:
         self._connections: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost = 0
+        self.slow_s = 0.0
+        self._ended = asyncio.Event()
         self.held = asyncio.Event()
 
     @property
@@ -146,6 +149,7 @@ class Proxy:
         finally:
             server.close()
             self._released.set()
+            self._ended.set()
             self.cut()
             if self._tasks:
                 await asyncio.wait(self._tasks)
@@ -189,6 +193,9 @@ class Proxy:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 20):
+                if self.slow_s:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._ended.wait(), self.slow_s)
                 writer.write(data)
         writer.transport.abort()
 

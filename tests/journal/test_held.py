@@ -11,7 +11,7 @@ import pytest
 
 from belayer import ids
 from belayer.errors import DamagedJournalError, FencedError, WrongSequenceError
-from belayer.journal import restoring
+from belayer.journal import held, restoring
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import TrajectoryFinished
 from belayer.journal.store import JournalStore
@@ -78,7 +78,10 @@ async def is_stored(store: JournalStore, count: int) -> bool:
     return len(await stored(store)) == count
 
 
-async def test_whole_streams_with_their_takeovers_and_notices_are_stored_again(server: EmbeddedServer) -> None:
+async def test_whole_streams_with_their_takeovers_and_notices_are_stored_again(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "HELD_S", 600.0)  # a busy machine takes longer than usual for the next lines
     store = await opened(server.url)
     streams = [ids.trajectory(f"t{number}") for number in range(300)]
     for stream in streams:
@@ -150,6 +153,44 @@ async def test_a_gap_that_nobody_fills_is_told_in_the_end(
     assert (caught.value.expected, caught.value.actual) == (5, 3)
     (loss,) = await store.losses()
     assert (loss.first_sequence, loss.last_sequence, loss.restored) == (5, 5, False)
+    await store.close()
+    await other.close()
+
+
+async def test_what_waits_behind_a_gap_is_held_however_old_it_is(
+    tmp_path: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first append to another stream let go of it, so it was lost although both writers held their parts."""
+    async with two_stores(tmp_path, server) as (proxy, earlier, later):
+        await written(earlier)
+        writer, _ = await take_over(later, T, "b")
+        await writer.append(generation(7))
+        before = await stored(later)
+        proxy.hold(b"INFO")
+        await lose_the_last_entry(server, 3)
+        waiting = asyncio.create_task(writer.append(generation(8)))
+        await asyncio.wait([waiting], timeout=0.2)
+        monkeypatch.setattr(held, "HELD_S", 0.0)
+        await written(later, ids.trajectory("u"))
+        proxy.release()
+        assert await waiting == 7
+        assert (await stored(later))[:6] == before
+
+
+async def test_a_gap_ends_when_nothing_behind_it_is_held(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looked at it any more, and the writer was put off until its deadline, at every try."""
+    monkeypatch.setattr(restoring, "GAP_S", 1.5)
+    store, other = await opened(server.url), await opened(server.url, held_bytes=0)
+    await written(other)
+    writer, _ = await take_over(store, T, "b")
+    await lose_the_last_entry(server, 2)
+    waiting = asyncio.create_task(writer.append(generation(8)))
+    await asyncio.wait([waiting], timeout=0.2)
+    await store.remove(T)
+    with pytest.raises(WrongSequenceError):
+        await waiting
     await store.close()
     await other.close()
 
