@@ -141,15 +141,17 @@ class Trajectory:
 
     async def start(self, run: str, task: str, prompt: Iterable[int], labels: Mapping[str, str] | None = None) -> None:
         """Begin the trajectory with its prompt's token ids."""
+        if await self._has_settled(TrajectoryStarted):
+            return
         await self._append(TrajectoryStarted(run, task, pack_token_ids(prompt), dict(labels or {})))
 
     async def begin_generation(self, worker: str = "", incarnation: str = "") -> int:
         """Begin a generation, or resume the unfinished one; how many of its tokens are journaled already."""
+        await self.flush()
         current = self.state.generation
         if current is None:
             await self._append(GenerationStarted(self.state.generations + 1, worker, incarnation))
             return 0
-        await self.flush()
         offset = self._generation().count
         await self._append(GenerationResumed(current.number, offset, worker, incarnation))
         return offset
@@ -204,6 +206,7 @@ class Trajectory:
 
         FencedError when that action was meant for another incarnation: a recovery has replaced the container since.
         """
+        await self._has_settled(ActionStarted)
         if (flying := self.state.action) is not None:
             if flying.sandbox_incarnation != sandbox_incarnation:
                 await self._writer.check_epoch()
@@ -228,6 +231,8 @@ class Trajectory:
         dropped_bytes: int = 0,
     ) -> Boundary:
         """Record what the model sees of the action's outcome: the boundary."""
+        if await self._has_settled(ActionCommitted):
+            return self.state.boundary
         if self.state.action is None:
             raise ProtocolError(f"{self._writer.stream}: no action is in flight")
         await self._append(
@@ -245,11 +250,14 @@ class Trajectory:
 
     async def finish(self, reason: str, reward: float | None = None) -> None:
         """The sample is complete."""
+        if await self._has_settled(TrajectoryFinished):
+            return
         await self._append(TrajectoryFinished(reason, reward))
 
     async def abort(self, reason: str) -> None:
         """Give the trajectory up; its sample will not be trained on."""
-        await self._append(TrajectoryAborted(reason))
+        if not await self._has_settled(TrajectoryAborted):
+            await self._append(TrajectoryAborted(reason))
         self._refused = None
 
     async def flush(self) -> None:
@@ -265,6 +273,11 @@ class Trajectory:
         if self.state.generation is None:
             raise ProtocolError(f"{self._writer.stream}: no generation has begun")
         return self.state.generation
+
+    async def _has_settled(self, kind: type[AnyEvent]) -> bool:
+        """Settle what an earlier call left open; whether it was such an event: then the same call is made again."""
+        async with self._lock:
+            return any(isinstance(event, kind) for event in await self._settle())
 
     async def _append(self, event: AnyEvent) -> None:
         async with self._lock:

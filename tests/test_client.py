@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from belayer.journal.writer import Reader, events_of, take_over
 from belayer.projections.trajectory import Boundary, fold
 
 T = ids.trajectory("t")
+Got = TypeVar("Got")
 
 
 async def begun(store: MemoryStore, **options: float) -> Trajectory:
@@ -221,3 +224,44 @@ def test_the_last_tokens_and_the_end_are_one_append_whatever_the_chunks(parts: l
         assert max(chunk.count for chunk in await chunks(store)) <= chunk_tokens
 
     asyncio.run(run())
+
+
+class Away(LosesReplies):
+    """Says that it does not know, and has not stored it either when `stores` is False."""
+
+    stores = True
+
+    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+        if self.to_lose > 0 and not self.stores:
+            self.to_lose -= 1
+            raise JournalUnavailableError("here", 0.0, "nobody is there")
+        await super().append(stream, entry, notice_tag)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+async def test_every_call_may_be_made_again_when_the_journal_did_not_answer(stores: bool) -> None:
+    store = Away()
+    store.stores = stores
+    trajectory = await Trajectory.open(store, "t")
+
+    async def twice(call: Callable[[], Awaitable[Got]]) -> Got:
+        store.to_lose = 1
+        with pytest.raises(JournalUnavailableError):
+            await call()
+        return await call()
+
+    await twice(lambda: trajectory.start("run", "task", [1, 2]))
+    assert await twice(lambda: trajectory.begin_generation("w", "w-1")) == 0
+    await trajectory.append_tokens([3], [0.0])
+    await trajectory.flush()
+    assert await twice(lambda: trajectory.begin_generation("w", "w-2")) == 1
+    await twice(lambda: trajectory.finish_generation("stop"))
+    assert await twice(lambda: trajectory.start_action("ls", 1.0, "box")) == 1
+    assert (await twice(lambda: trajectory.commit_action(0, [4], b"", 0.1))).number == 1
+    await twice(lambda: trajectory.finish("done"))
+    state = fold(await Reader(store, T).catch_up())
+    assert (state.phase, state.context(), state.boundary.number) == ("finished", [1, 2, 3, 4], 1)
+    given_up = await Trajectory.open(store, "u")
+    await given_up.start("run", "task", [1])
+    await twice(lambda: given_up.abort("enough"))
+    assert given_up.state.phase == "aborted"
