@@ -28,6 +28,8 @@ Examples:
 
   belayer demo --trajectories ~/my-runs --runs 1
 
+  belayer demo --trajectories examples/trajectories/django__django-11039.traj.json --runs 1
+
   belayer demo --engine sglang --runs 1
 
 With --engine sglang a real SGLang on the CPU (scripts/sglang_cpu.sh) computes every token, with a small model whose
@@ -40,7 +42,10 @@ _SHIPPED = Path(__file__).resolve().parents[2] / "examples" / "trajectories"
 
 def demo(
     trajectories: Annotated[
-        Path, typer.Option(help="Folder of mini-swe-agent's .traj.json files.", show_default="the shipped ones")
+        Path,
+        typer.Option(
+            help="Folder of mini-swe-agent's .traj.json files, or one such file.", show_default="the shipped ones"
+        ),
     ] = _SHIPPED,
     failures: Annotated[
         str,
@@ -59,8 +64,11 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the run's folder: logs and the journal's data.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Only one JSON object on standard output.")] = False,
 ) -> None:
+    import logging
+
     from rich.console import Console
 
+    from belayer.cli.log import configure_log
     from belayer.demo.board import LiveBoard, show
     from belayer.demo.failures import parse_kinds
     from belayer.demo.run import Options, run_demo
@@ -76,6 +84,8 @@ def demo(
     )
     if results is not None:
         chosen = replace(chosen, results=results)
+    # That rollouts are fenced off and wait is what the demo is about: the board shows it.
+    configure_log(logging.WARNING)
     console = Console(stderr=as_json)
     with LiveBoard(console) as board:
         report = asyncio.run(until_stopped(run_demo(chosen, board)))

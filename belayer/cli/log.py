@@ -5,17 +5,19 @@ Lines for a person on a terminal, JSON for everything else. stdout is for a verb
 
 from __future__ import annotations
 
+import logging
 import sys
 
 
-def configure_log() -> None:
-    """From here on structlog writes as described."""
+def configure_log(least: int = logging.INFO) -> None:
+    """From here on structlog writes as described, lines of that level and above."""
     import structlog
 
     from belayer.observe.position import add_position
 
     terminal = sys.stderr.isatty()
     structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(least),
         processors=[
             structlog.contextvars.merge_contextvars,
             add_position,

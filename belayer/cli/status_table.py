@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from belayer.cli.status_rows import EngineRow, LossRow, RunRow, Snapshot, TrajectoryRow
+from replay.rows import Rows
 
 _STYLES = {
     "open": "green",
@@ -70,24 +70,16 @@ def _age(age_s: float) -> str:
     return f"{age_s / 60:.0f} min" if age_s < 6000 else f"{age_s / 3600:.0f} h"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=None, header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="right" if column.startswith(">") else "left", overflow="fold")
-        table.columns[-1].header = column.lstrip(">")
-    return table
-
-
-def _runs(rows: list[RunRow]) -> Table:
-    table = _table("Runs", "run", "state", "host", "durability", ">weights", ">last event")
+def _runs(rows: list[RunRow]) -> Rows:
+    table = Rows("run", "state", "host", "durability", ">weights", ">last event", title="Runs")
     for row in rows:
-        table.add_row(row.run, _state(row.state), row.host, row.durability, str(row.weight_version), _age(row.age_s))
+        table.add(row.run, _state(row.state), row.host, row.durability, str(row.weight_version), _age(row.age_s))
     return table
 
 
-def _trajectories(rows: list[TrajectoryRow]) -> Table:
-    columns = ("trajectory", "state", ">epoch", ">last event", "at", ">rewinds", "checkpoint", "sandbox")
-    table = _table("Trajectories", *columns)
+def _trajectories(rows: list[TrajectoryRow]) -> Rows:
+    columns = ("trajectory", "state", ">epoch", ">last event", "at", ">rewinds", "~checkpoint", "~sandbox")
+    table = Rows(*columns, title="Trajectories")
     for row in rows:
         there = row.sandbox_state not in ("none", "removed")
         checkpoint = f"boundary {row.checkpoint_boundary}" if row.checkpoint else "initial state" if there else ""
@@ -98,7 +90,7 @@ def _trajectories(rows: list[TrajectoryRow]) -> Table:
             sandbox.append(f", failed {row.sandbox_failures}x", "dim")
         if row.sandbox_left_out:
             sandbox.append(f", without {row.sandbox_left_out[0]}", "yellow")
-        table.add_row(
+        table.add(
             row.trajectory,
             _state(row.state),
             str(row.epoch),
@@ -119,9 +111,10 @@ def _place(row: TrajectoryRow) -> str:
     return f"boundary {row.boundary}"
 
 
-def _engines(rows: list[EngineRow]) -> Table:
-    table = _table("Engines", "worker", "role", "state", ">weights", ">handovers", "incarnation", "address")
+def _engines(rows: list[EngineRow]) -> Rows:
+    columns = ("worker", "role", "state", ">weights", ">handovers", "incarnation", "address")
+    table = Rows(*columns, title="Engines")
     for row in rows:
         weights, handovers = str(row.weight_version), str(row.handovers)
-        table.add_row(row.worker, row.role, _state(row.state), weights, handovers, row.incarnation, row.address)
+        table.add(row.worker, row.role, _state(row.state), weights, handovers, row.incarnation, row.address)
     return table

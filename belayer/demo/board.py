@@ -14,6 +14,8 @@ from rich.text import Text
 from belayer.demo.left_out import everything
 from belayer.demo.report import DemoReport, RunReport
 from belayer.demo.view import View
+from replay.rows import Rows
+from replay.timeline.words import plural
 
 _BAR_WIDTH = 24
 _REFRESHES_PER_S = 4
@@ -105,10 +107,10 @@ def _now(view: View) -> str:
 
 
 def show(report: DemoReport, console: Console) -> None:
-    """The tables at the end."""
-    console.print(_runs(report))
-    if report.recoveries:
-        console.print(_recoveries(report))
+    """What was not compared, then the tables; the verdict and what to look at next are last, for they stay in sight."""
+    for rows in (_left_out(), _runs(report), *([_recoveries(report)] if report.recoveries else [])):
+        console.print(rows)
+        console.print()
     for run in report.runs:
         for difference in run.differences[:_SHOWN_DIFFERENCES]:
             console.print(f"[red]differs[/] {run.trajectory} {run.label}: ", end="")
@@ -123,43 +125,54 @@ def show(report: DemoReport, console: Console) -> None:
     for finding in report.findings:
         console.print("[red]audit[/] ", end="")
         console.print(finding, highlight=False, markup=False)
-    console.print(_left_out())
     verdict = "[green]all equal[/]" if report.good else "[bold red]not all is well[/]"
     console.print(
-        f"{verdict}: {len(report.recoveries)} failures ({len(report.missed)} missed) in {len(report.runs)} runs of "
-        f"{len(report.trajectories)} trajectories, {len(report.findings)} findings in {report.events} audited events, "
-        f"seed {report.seed}, {report.wall_s:.0f} s"
+        f"{verdict}: {plural(len(report.recoveries), 'failure')} ({len(report.missed)} missed) in "
+        f"{plural(len(report.runs), 'run')} of {_trajectories(report)}, {plural(len(report.findings), 'finding')} in "
+        f"{report.events:,} audited events, "
+        f"seed {report.seed}, {report.wall_s:.0f} s",
+        highlight=False,
     )
     places = [
-        ("journal", report.export),
-        *(("timeline", page) for page in report.timelines),
-        ("run folder", report.kept),
+        ("What happened, to open in a browser:", report.timelines),
+        ("Its journal, for `belayer audit --file` and `belayer timeline TRAJECTORY --file`:", [report.export]),
+        ("The run's folder, kept:", [report.kept]),
     ]
-    for what, path in places:
-        if path is not None:
-            console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
+    for what, paths in places:
+        if any(paths):
+            console.print(f"\n{what}", highlight=False)
+        for path in filter(None, paths):
+            console.print(f"  {path}", highlight=False, soft_wrap=True)
 
 
-def _runs(report: DemoReport) -> Table:
-    table = Table("trajectory", "run", "turns", "failures", "tokens again", "actions again", "wall", "final state")
+def _trajectories(report: DemoReport) -> str:
+    count = len(report.trajectories)
+    return "1 trajectory" if count == 1 else f"{count} trajectories"
+
+
+def _runs(report: DemoReport) -> Rows:
+    columns = ("trajectory", "run", ">turns", ">kills", ">tokens again", ">actions again", ">wall", "end state")
+    table = Rows(*columns, title="Runs")
     for run in report.runs:
-        table.add_row(
+        table.add(
             run.trajectory,
             run.label,
             str(run.turns),
             str(len(run.recoveries)) if run.label.startswith("failures") else "",
             str(run.cost.tokens_again),
             str(run.cost.actions_again),
-            f"{run.wall_s:.1f} s",
+            f"{run.wall_s:.0f} s",
             Text(_result(run), style=_style(run)),
         )
     return table
 
 
-def _recoveries(report: DemoReport) -> Table:
-    table = Table("failure", "count", "detected", "recovered", "resumed (median)", "resumed (worst)")
+def _recoveries(report: DemoReport) -> Rows:
+    """Medians, and the worst."""
+    columns = ("killed", ">times", ">it was detected", ">replaced", ">the run went on", ">at worst")
+    table = Rows(*columns, title="Time from the kill until ...")
     for kind, recoveries in sorted(report.by_kind.items()):
-        table.add_row(
+        table.add(
             kind,
             str(len(recoveries)),
             _median([recovery.detected_s for recovery in recoveries]),
@@ -170,10 +183,10 @@ def _recoveries(report: DemoReport) -> Table:
     return table
 
 
-def _left_out() -> Table:
-    table = Table("not compared", "why", title="What the comparison leaves out", title_justify="left")
+def _left_out() -> Rows:
+    table = Rows("~not compared", "~why", title="What the comparison leaves out")
     for left_out in everything():
-        table.add_row(left_out.what, left_out.reason)
+        table.add(Text(left_out.what, "dim"), Text(left_out.reason, "dim"))
     return table
 
 

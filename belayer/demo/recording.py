@@ -71,9 +71,11 @@ def commands_of(turn: Turn) -> list[str]:
 
 
 def find(folder: Path) -> list[Path]:
-    """The trajectory files of a folder, by name. InputError when there is none."""
+    """The trajectory files of a folder, by name, or the one that was named itself. InputError when there is none."""
+    if folder.is_file() and folder.name.endswith(SUFFIX):
+        return [folder]
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder; give one that holds *{SUFFIX} files")
+        raise InputError(f"{folder} is not a folder; give one that holds *{SUFFIX} files, or one such file")
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:
         raise InputError(f"{folder}: no file *{SUFFIX} is here; give a folder of recorded mini-swe-agent trajectories")

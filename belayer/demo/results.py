@@ -31,9 +31,19 @@ def write_timelines(export: Path, run: str, runs: Sequence[RunReport]) -> list[P
     pages: list[Path] = []
     for report in (report for report in runs if report.turns):
         page = export.with_name(f"{report.trajectory}.{_word(report.label)}.html")
-        write_page(from_file(export, journal_name(report.trajectory, run, report.label)), page)
+        write_page(from_file(export, journal_name(report.trajectory, run, report.label)), page, _compared(report))
         pages.append(page)
     return pages
+
+
+def _compared(report: RunReport) -> str:
+    if report.equal:
+        return (
+            "Compared with an undisturbed run, its tokens, observations, files, processes and their memory are equal."
+        )
+    if report.problem:
+        return f"The run failed: {report.problem}"
+    return f"It differs from an undisturbed run: {'; '.join(map(str, report.differences))}"
 
 
 def journal_name(trajectory: str, run: str, label: str) -> str:

@@ -13,6 +13,8 @@ from replay.timeline.words import captured, command_of, failed, mark_of, one_lin
 _ROW = 30
 _LIVE_X, _SIDE_X = 14, 32
 _SHOWN = 110
+_UNFOLDED = 4_000
+"""Characters of a command that its row unfolds to; the journal has the rest."""
 
 
 @dataclass
@@ -86,7 +88,8 @@ def _plain(text: str) -> str:
 def _turn(row: _Row) -> str:
     action, generation = row.action, row.generation
     number = "" if action is None else str(action.number)
-    parts = [f'<span class="number">{number}</span>', _command(row)]
+    gone = '<span class="unseen">superseded</span>' if row.superseded else ""
+    parts = [f'<span class="number">{gone}{number}</span>', _command(row)]
     if generation is not None:
         took = "" if generation.end_ns is None else seconds((generation.end_ns - generation.start_ns) / 1e9)
         parts.append(f'<span class="tokens">{generation.tokens} tok</span><span class="took model-text">{took}</span>')
@@ -109,7 +112,10 @@ def _command(row: _Row) -> str:
         short = escape(one_line(text, _SHOWN))
         if short == escape(text):
             return f'<code class="command">{short}</code>'
-        return f'<details class="command"><summary><code>{short}</code></summary><pre>{escape(text)}</pre></details>'
+        more = len(text) - _UNFOLDED
+        rest = f"\n… and {more:,} more characters" if more > 0 else ""
+        whole = escape(text[:_UNFOLDED] + rest, quote=False)
+        return f'<details class="command"><summary><code>{short}</code></summary><pre>{whole}</pre></details>'
     assert row.generation is not None
     if len(row.generation.engines) > 1:
         _, offset, incarnation = row.generation.engines[-1]
@@ -121,7 +127,7 @@ def _badge(action: Action | None) -> str:
     if action is None or action.checkpoint is None:
         return ""
     mark = f'<path class="checkpoint {mark_of(action.checkpoint)}" d="M7 1l6 6-6 6-6-6z"/>'
-    return f'<svg width="14" height="14"><title>{escape(captured(action.checkpoint))}</title>{mark}</svg>'
+    return f'<svg width="14" height="14" role="img"><title>{escape(captured(action.checkpoint))}</title>{mark}</svg>'
 
 
 def _rail(rows: list[_Row], place: int) -> str:

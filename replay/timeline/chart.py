@@ -12,7 +12,8 @@ _LEFT, _RIGHT, _TOP = 84, 28, 30
 _LANES = {"model": 40, "actions": 72, "sandbox": 110, "engine": 156}
 _BAR = 20
 _HEIGHT = 206
-_ARC_FLOOR = 200
+_WAITED_S = 0.05
+"""What an action waited before it ran is shown from here on."""
 _STEPS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600)
 
 
@@ -54,7 +55,7 @@ class _Chart:
         step_s = next((step for step in _STEPS_S if step >= wanted), 7200)
         for tick in range(int(self._span_s / step_s) + 1):
             x = self._x(self._story.start_ns + int(tick * step_s * 1e9))
-            label = _tick(tick * step_s)
+            label = _tick(tick * step_s, step_s)
             yield f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP - 6}" y2="{_HEIGHT - 8}"/>'
             yield f'<text class="tick" x="{x}" y="{_TOP - 12}">{label}</text>'
 
@@ -83,10 +84,16 @@ class _Chart:
             end_ns = self._cut_ns(one, one.start_ns)
             return self._bar("actions", one.start_ns, end_ns, "lost", title, least=4.0)
         waited_s = (one.end_ns - one.start_ns) / 1e9 - one.duration_s
-        title += f" after {seconds(one.duration_s)}" + (f", waited {seconds(waited_s)}" if waited_s > 0.05 else "")
+        title += f" after {seconds(one.duration_s)}" + (
+            f", waited {seconds(waited_s)}" if waited_s >= _WAITED_S else ""
+        )
         ran_ns = max(one.start_ns, one.end_ns - int(one.duration_s * 1e9))
-        waiting = self._bar("actions", one.start_ns, one.end_ns, *_live_or_not("waiting", title, one.superseded_by))
-        return waiting + self._bar("actions", ran_ns, one.end_ns, *_live_or_not("action", title, one.superseded_by))
+        kind, title = _live_or_not("action", title, one.superseded_by)
+        ran = self._bar("actions", ran_ns, one.end_ns, kind, title)
+        if waited_s < _WAITED_S:
+            return ran
+        waiting = f"waiting{kind.removeprefix('action')}"
+        return self._bar("actions", one.start_ns, ran_ns, waiting, "waited for its sandbox") + ran
 
     def _cut_ns(self, one: Generation | Action, least_ns: int) -> int:
         """Where a generation or an action without an end stops: at the failure that cut it off."""
@@ -158,10 +165,13 @@ class _Chart:
         )
 
 
-def _tick(at_s: float) -> str:
-    if at_s < 1 and at_s > 0:
+def _tick(at_s: float, step_s: float) -> str:
+    """In seconds up to a minute, from there on as minutes and seconds: `45 s`, `1:45`; whole minutes at large steps."""
+    if step_s < 1:
         return f"{at_s:.1f} s"
-    return f"{at_s:.0f} s" if at_s < 120 or at_s % 60 else f"{at_s / 60:.0f} min"
+    if step_s >= 60:
+        return f"{at_s / 60:.0f} min"
+    return f"{at_s:.0f} s" if at_s < 60 else f"{at_s // 60:.0f}:{at_s % 60:02.0f}"
 
 
 def _live_or_not(kind: str, title: str, superseded_by: Incident | None) -> tuple[str, str]:

@@ -11,26 +11,30 @@ from belayer.errors import InputError
 from replay.timeline.branches import branches
 from replay.timeline.chart import chart
 from replay.timeline.model import Incident, Story
-from replay.timeline.words import failed, figures, headline, one_line, recovered, seconds, since
+from replay.timeline.words import failed, figures, headline, lost, one_line, recovered, seconds, since
 
 
-def write_page(story: Story, path: Path) -> None:
-    """Write the page, whole or not at all. InputError when the place cannot be written."""
+def write_page(story: Story, path: Path, remark: str = "") -> None:
+    """Write the page, whole or not at all. InputError when the place cannot be written.
+
+    `remark`: what the writer knows beyond the journal, a sentence under the verdict.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(page(story), encoding="utf-8")
+        partial.write_text(page(story, remark), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise InputError(f"cannot write {path}: {error.strerror}; choose another place") from None
 
 
-def page(story: Story) -> str:
+def page(story: Story, remark: str = "") -> str:
     """The whole document."""
     style = files("replay.timeline").joinpath("page.css").read_text(encoding="utf-8")
     good = story.ending == "finished" and all(one.resumed_ns is not None for one in story.incidents if one.hit)
     task = "" if story.task in ("", story.name) else f'<p class="task">{escape(one_line(story.task, 400))}</p>'
     line = headline(story)
+    told = " ".join(sentence for sentence in (lost(story), remark) if sentence)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -42,15 +46,16 @@ def page(story: Story) -> str:
 {style}</style>
 </head>
 <body>
+<main>
 <header>
 <p class="kind">trajectory{f" of run {escape(story.run)}" if story.run else ""}</p>
 <h1>{escape(story.name)}</h1>
 {task}<p class="verdict {"good" if good else "open"}">{escape(line[0].upper() + line[1:])}</p>
-</header>
+{f'<p class="told">{escape(told)}</p>' if told else ""}</header>
 <dl class="figures">{_figures(story)}</dl>
 <section aria-label="Time">
 <h2>What ran when</h2>
-<div class="scroll">{chart(story)}</div>
+<div class="scroll" role="group" aria-label="The chart, which scrolls" tabindex="0">{chart(story)}</div>
 {_LEGEND}
 </section>
 {_incidents(story)}<section aria-label="Turns">
@@ -59,6 +64,7 @@ def page(story: Story) -> str:
 generation and the action that follows it: tokens and time of the model, then outcome and time of the action.</p>
 <ol class="turns">{branches(story)}</ol>
 </section>
+</main>
 <footer>Drawn from {story.events:,} events of the journal. Times are the writers' clocks.</footer>
 </body>
 </html>

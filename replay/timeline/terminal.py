@@ -14,6 +14,7 @@ from replay.timeline.words import (
     failed,
     figures,
     headline,
+    lost,
     mark_of,
     one_line,
     outcome,
@@ -33,6 +34,8 @@ def show(story: Story, console: Console) -> None:
     """Print the story."""
     title = Text(f"\n{story.name} ", "bold")
     console.print(title.append(headline(story), "bold green" if story.ending == "finished" else "bold yellow"))
+    if told := lost(story):
+        console.print(Text(told))
     if story.task and story.task != story.name:
         console.print(Text(one_line(story.task, console.width - 1), "dim"))
     console.print(_figures(story))

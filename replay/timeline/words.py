@@ -6,11 +6,11 @@ from statistics import median
 from typing import Literal
 
 from replay.facts import names
-from replay.timeline.model import Action, Checkpoint, Incident, Story
+from replay.timeline.model import Action, Checkpoint, Generation, Incident, Story
 
 
 def seconds(value: float) -> str:
-    """`3 ms`, `0.42 s`, `12.3 s`, `7 min 40 s`."""
+    """`3 ms`, `0.42 s`, `12.3 s`, `7 min 40 s`, `5 h 12 min`."""
     if value < 0.0995:
         return f"{value * 1000:.0f} ms"
     if value < 9.95:
@@ -18,17 +18,19 @@ def seconds(value: float) -> str:
     if value < 120:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s"
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def size(size_bytes: int) -> str:
-    """`812 KB`, `3.1 MB`."""
-    return f"{size_bytes / 1e3:.0f} KB" if size_bytes < 1e6 else f"{size_bytes / 1e6:.1f} MB"
+    """`812 KB`, `3.1 MB`, `5.2 GB`."""
+    if size_bytes < 1e6:
+        return f"{size_bytes / 1e3:.0f} KB"
+    return f"{size_bytes / 1e6:.1f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:.1f} GB"
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 action`, `2 actions`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """`1 action`, `2 actions`, `1,760 tokens`."""
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def since(story: Story, time_ns: int) -> str:
@@ -122,6 +124,19 @@ def headline(story: Story) -> str:
     if len(resumed) == len(hits):
         return f"{ending} after surviving {plural(len(hits), 'failure')}"
     return f"{ending}; {len(resumed)} of {plural(len(hits), 'failure')} survived"
+
+
+def lost(story: Story) -> str:
+    """What the failures took in the end, in one sentence; empty when nothing failed or it cannot be said yet."""
+    hits = [incident for incident in story.incidents if incident.hit]
+    if not hits or story.ending != "finished" or story.findings or any(one.resumed_ns is None for one in hits):
+        return ""
+    again = [one for one in (*story.actions, *story.generations) if one.superseded_by is not None]
+    if not again:
+        return "Nothing was lost: every action and every token stands, once."
+    tokens = sum(one.tokens for one in again if isinstance(one, Generation))
+    actions = plural(sum(isinstance(one, Action) for one in again), "action")
+    return f"Nothing but time was lost: {actions} and {plural(tokens, 'token')} were superseded and generated again."
 
 
 def figures(story: Story) -> list[tuple[str, str, str]]:

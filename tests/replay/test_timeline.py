@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from io import StringIO
@@ -28,12 +29,12 @@ from belayer.journal.events import (
 )
 from belayer.journal.export import ExportWriter
 from replay.audit import audit
-from replay.timeline.model import Note
+from replay.timeline.model import Action, Incident, Note
 from replay.timeline.model import Story as Told
 from replay.timeline.page import page, write_page
 from replay.timeline.source import from_entries, from_file
 from replay.timeline.terminal import show
-from replay.timeline.words import captured, figures, headline, recovered
+from replay.timeline.words import captured, figures, headline, lost, recovered, seconds, size
 from tests.histories import Life, lives
 from tests.replay.journals import (
     BOX,
@@ -197,6 +198,35 @@ def test_the_terminal_shows_every_turn_once() -> None:
     assert len(re.findall(r"│ +2 make step-2", text)) == 1
     assert "rewound to boundary 1, 2 actions and 24 tokens superseded" in text
     assert all(len(line) <= 140 for line in text.splitlines())
+
+
+def test_what_the_failures_took_is_one_sentence() -> None:
+    story = told(eventful())
+    sentence = lost(story)
+    assert sentence.startswith("Nothing but time was lost: ") and sentence.endswith("superseded and generated again.")
+    assert sentence in " ".join(printed(story).split())
+    assert sentence in page(story) and "Equal to the other run." in page(story, "Equal to the other run.")
+    story.findings = 1
+    assert lost(story) == ""
+    unhurt = Told("t", ending="finished", items=[Incident(1, "engine", "e-1", "died", "", 1, "d", resumed_ns=2)])
+    assert lost(unhurt) == "Nothing was lost: every action and every token stands, once."
+    assert lost(Told("t", ending="finished")) == ""
+    assert lost(dataclasses.replace(unhurt, ending="going on")) == ""
+
+
+def test_times_and_sizes_are_read_at_a_glance() -> None:
+    assert [seconds(value) for value in (0.003, 0.42, 12.3, 460.0, 18_720.0)] == [
+        "3 ms", "0.42 s", "12.3 s", "7 min 40 s", "5 h 12 min",
+    ]  # fmt: skip
+    assert [size(value) for value in (812_000, 3_100_000, 5_200_000_000)] == ["812 KB", "3.1 MB", "5.2 GB"]
+    ticks = re.findall('class="tick"[^>]*>([^<]*)<', page(Told("t", end_ns=150 * 10**9)))
+    assert ticks[:6] == ["0 s", "15 s", "30 s", "45 s", "1:00", "1:15"]
+
+
+def test_a_long_command_is_cut_on_the_page_and_the_page_says_so() -> None:
+    action = Action(1, 1, "echo " + "x" * 10_000, "box-1", 1, 2)
+    document = page(Told("t", items=[action], end_ns=2))
+    assert "and 6,005 more characters" in document and document.count("x" * 100) < 60
 
 
 def test_a_narrow_terminal_keeps_to_its_width() -> None:
