@@ -3,9 +3,9 @@
     python -m belayer.gpu.sglang_engine --incarnation A --role main --memory-socket S --owner-pid P --ready-fd N
         -- SGLANG-ARGUMENTS
 
-Invariant: this process and its scheduler live and die together, within milliseconds. SGLang's scheduler asks the
-kernel to be killed when its parent ends; the other way round, this process watches its children by pidfd and ends
-itself, without SGLang's crash dumps, as soon as one is gone. So the pid of this process stands for the engine.
+Invariant: this process and its scheduler live and die together, within milliseconds. Its children end with its main
+thread (parent_bell.py); the other way round, this process watches its children by pidfd and ends itself, without
+SGLang's crash dumps, as soon as one is gone. So the pid of this process stands for the engine.
 It also ends with its owner, the run's main process. It answers no request that is meant for another incarnation.
 """
 
@@ -22,9 +22,10 @@ import signal
 import sys
 import threading
 
+from belayer.gpu import parent_bell
 from belayer.gpu.errors import UnsupportedEngineError
 from belayer.gpu.incarnation import OnlyForThis
-from belayer.processes import exit_with_owner, start_ticks
+from belayer.processes import exit_with_owner
 
 _PARENT = "BELAYER_ENGINE_PROCESS"
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("sglang", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     exit_with_owner(options.owner_pid)
-    os.environ[_PARENT] = f"{os.getpid()} {start_ticks(os.getpid())}"
+    os.environ[_PARENT] = parent_bell.offer()
     arguments = options.sglang[1:] if options.sglang[:1] == ["--"] else options.sglang
     if options.memory_socket:
         os.environ["BELAYER_MEMORY_SOCKET"] = options.memory_socket
@@ -94,7 +95,7 @@ def _end_with_children() -> None:
 if __name__ == "__mp_main__":
     # A process that SGLang spawns runs this first of all. SGLang's own tie to the parent is made seconds later, after
     # torch is loaded: a parent that dies before would leave its schedulers behind for ever.
-    exit_with_owner(*map(int, os.environ[_PARENT].split()))
+    parent_bell.end_with(os.environ[_PARENT])
 
 if __name__ == "__main__":
     main(sys.argv[1:])
