@@ -7,7 +7,7 @@ then the segment, so whoever dies in between leaves segments that nobody misses,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -18,9 +18,11 @@ from belayer.ids import StreamId
 from belayer.journal.archive import Archive, created_at
 from belayer.journal.archive_format import Index, Part
 from belayer.journal.codec import decode_entry
-from belayer.journal.events import StreamArchived
+from belayer.journal.events import EpochStarted, StreamArchived
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import mark_of
+
+_PAGE = 256
 
 
 class SegmentRow(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """What `prune` removed, or would remove. `kept`: segments that a younger segment's streams still begin in."""
+    """What `prune` removed, or would remove. `kept`: those with a part of a stream that goes on in what stays."""
 
     removed: list[SegmentRow]
     kept: list[str]
@@ -107,8 +109,8 @@ async def prune(
 ) -> Pruned:
     """Remove segments that are older, then the oldest until what is left is no larger; with the marks that name them.
 
-    A segment stays while a stream that begins in it goes on in one that stays. A stream that was removed is gone for
-    good: its name must not be used again.
+    A stream goes as a whole or not at all, so a segment stays while one of its streams goes on in another one that
+    stays, or on the server. A stream that was removed is gone for good: its name must not be used again.
     """
     all_rows = await rows(archive)
     left_bytes = sum(row.size_bytes for row in all_rows)
@@ -119,23 +121,54 @@ async def prune(
         if old or (larger_than_bytes is not None and left_bytes > larger_than_bytes):
             doomed[row.segment] = _Doomed(row, await archive.index(row.segment))
             left_bytes -= row.size_bytes
-    kept: list[str] = []
+    staying = await _staying(archive, store, [row.segment for row in all_rows], doomed)
+    kept = [segment for segment in doomed if segment in staying]
     removed: list[SegmentRow] = []
     streams = 0
     for segment, (row, holds) in doomed.items():
-        marks = {stream: await _mark(store, stream) for stream in _streams(holds)}
-        if any(mark is not None and mark.segment not in doomed for mark in marks.values()):
-            kept.append(segment)
+        if segment in staying:
             left_bytes += row.size_bytes
             continue
-        streams += len(marks)
+        streams += len(_streams(holds))
         removed.append(row)
         if not dry_run:
-            for stream, mark in marks.items():
-                if mark is not None:
+            for stream in _streams(holds):
+                if await _mark(store, stream) is not None:
                     await store.remove(stream)
             await archive.remove(segment)
     return Pruned(removed, kept, streams, left_bytes)
+
+
+async def _staying(
+    archive: Archive, store: JournalStore, segments: Sequence[str], doomed: Mapping[str, _Doomed]
+) -> set[str]:
+    """Those of the doomed segments that have to stay after all, because of a stream of which something stays."""
+    places: dict[StreamId, set[str]] = {stream: set() for one in doomed.values() for stream in _streams(one.holds)}
+    for segment in segments:
+        for stream in _streams(await archive.index(segment)):
+            if stream in places:
+                places[stream].add(segment)
+    going = set(doomed)
+    for stream, holders in places.items():
+        if (mark := await _mark(store, stream)) is not None:
+            holders.add(mark.segment)
+            if await _goes_on(store, stream):
+                going -= holders
+    while stay := {segment for stream in places if not places[stream] <= going for segment in places[stream] & going}:
+        going -= stay
+    return set(doomed) - going
+
+
+async def _goes_on(store: JournalStore, stream: StreamId) -> bool:
+    """Whether somebody has written in the stream since it was archived."""
+    sequence = 0
+    while entries := await store.read(stream, sequence, _PAGE):
+        for entry in entries:
+            for recorded in decode_entry(stream, entry.epoch, entry.last_sequence, entry.body):
+                if not isinstance(recorded.event, EpochStarted | StreamArchived):
+                    return True
+        sequence = entries[-1].last_sequence
+    return False
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

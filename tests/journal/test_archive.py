@@ -26,8 +26,10 @@ from belayer.journal.archive_upkeep import prune, rows, verify
 from belayer.journal.codec import GENESIS, Entry, encode_entry
 from belayer.journal.events import GenerationStarted, StreamArchived
 from belayer.journal.memory_store import MemoryStore
+from belayer.journal.store import JournalStore
 from belayer.journal.writer import StreamWriter, take_over
 from tests.archives import ARCHIVER, SteppedStore, Steps, Stopped, across, end_trajectory, history, write_trajectory
+from tests.waiting import until
 
 T = ids.trajectory("t")
 
@@ -244,6 +246,53 @@ async def test_a_segment_stays_while_a_stream_goes_on_from_it_in_a_younger_one(t
         assert (await verify(archive, store)).problems == []
     gone = await prune(archive, store, datetime.now(UTC) + timedelta(days=9), older_than=timedelta(days=1))
     assert gone.kept == [] and await archive.segments() == [] and await store.streams() == []
+
+
+async def next_segment(store: JournalStore, archive: Archive, *names: str) -> str:
+    """These trajectories, which have ended, in a segment that is younger than all others by its name."""
+    seconds = {row.created for row in await rows(archive)}
+    await until(lambda: datetime.now(UTC).replace(microsecond=0).isoformat() not in seconds, what="the next second")
+    before = {row.segment for row in await rows(archive)}
+    assert set((await Archiver(store, archive, ARCHIVER).archive(names)).values()) == {None}
+    (new,) = {row.segment for row in await rows(archive)} - before
+    return new
+
+
+async def go_on(store: JournalStore, name: str) -> None:
+    """Somebody opens an archived trajectory once more and writes in it."""
+    writer, _ = await take_over(store, ids.trajectory(name), "again")
+    await writer.append(GenerationStarted(2, "", ""))
+
+
+async def test_prune_takes_a_whole_history_or_nothing_of_it(tmp_path: Path) -> None:
+    """`a` is in the first and the second segment, `b` in the second and the third, which stays."""
+    store, archive = await filled(tmp_path, 0)
+    both = across(store, tmp_path, "n")
+    for name in ("a", "b"):
+        await end_trajectory(store, name, await write_trajectory(store, name, 2))
+    first = await next_segment(store, archive, "a")
+    await go_on(both, "a")
+    second = await next_segment(store, archive, "a", "b")
+    await go_on(both, "b")
+    third = await next_segment(store, archive, "b")
+    before = [await history(both, ids.trajectory(name)) for name in ("a", "b")]
+    third_bytes = next(row.size_bytes for row in await rows(archive) if row.segment == third)
+    found = await prune(archive, store, datetime.now(UTC), larger_than_bytes=third_bytes)
+    assert (found.removed, found.kept) == ([], [first, second])
+    assert [await history(both, ids.trajectory(name)) for name in ("a", "b")] == before
+    assert (await verify(archive, store)).problems == []
+    await prune(archive, store, datetime.now(UTC) + timedelta(days=9), older_than=timedelta(days=1))
+    assert await archive.segments() == [] and await store.streams() == []
+
+
+async def test_prune_leaves_what_goes_on_on_the_server(tmp_path: Path) -> None:
+    store, archive = await filled(tmp_path, 1)
+    both = across(store, tmp_path, "n")
+    await go_on(both, "t0")
+    before = await history(both, ids.trajectory("t0"))
+    found = await prune(archive, store, datetime.now(UTC) + timedelta(days=9), older_than=timedelta(days=1))
+    assert found.removed == [] and len(found.kept) == 1
+    assert await history(both, ids.trajectory("t0")) == before
 
 
 async def test_prune_stopped_anywhere_leaves_nothing_that_cannot_be_read(tmp_path: Path) -> None:
