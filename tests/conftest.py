@@ -16,6 +16,7 @@ import pytest
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.redis_store import RedisStore
+from tests.waiting import DEADLINE_S
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell that starts the tests in the background ignores SIGINT; what they start and interrupt would inherit that."""
@@ -52,6 +53,6 @@ def namespace() -> str:
 @pytest.fixture
 async def redis_store(redis_url: str, namespace: str) -> AsyncIterator[RedisStore]:
     """A fresh journal on the session's server."""
-    store = await open_store(redis_url, namespace=namespace, timeout_s=10.0)
+    store = await open_store(redis_url, namespace=namespace, timeout_s=DEADLINE_S)
     yield store
     await store.close()

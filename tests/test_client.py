@@ -19,6 +19,7 @@ from belayer.journal.events import RecoveryStarted, Rewound, TokensAppended, Tra
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.writer import Reader, events_of, take_over
 from belayer.projections.trajectory import Boundary, fold
+from tests.waiting import DEADLINE_S
 
 T = ids.trajectory("t")
 Got = TypeVar("Got")
@@ -55,7 +56,7 @@ async def test_a_short_chunk_goes_out_when_its_time_is_up() -> None:
     await trajectory.begin_generation()
     before = trajectory.state.sequence
     await trajectory.append_tokens([10], [-0.5])
-    assert await store.wait(T, before, timeout_s=10.0)
+    assert await store.wait(T, before, DEADLINE_S)
     assert [chunk.count for chunk in await chunks(store)] == [1]
 
 

@@ -58,25 +58,23 @@ async def test_services_run_on_every_node_are_healed_and_end(
         os.kill(struck.pid, signal.SIGKILL)
         await until(
             lambda: any(p.node == struck.node and p.starts == 2 and p.pid != struck.pid for p in placed.running()),
-            30.0,
             "the killed service was started again",
         )
 
         kept = first[1]
         os.kill(parent(kept.pid), signal.SIGKILL)
-        await until(lambda: not is_alive(kept.pid, begun[kept.pid]), 30.0, "the dead keeper's service has ended")
+        await until(lambda: not is_alive(kept.pid, begun[kept.pid]), what="the dead keeper's service has ended")
         await until(
             lambda: any(p.node == kept.node and p.pid != kept.pid for p in placed.running()),
-            30.0,
             "the node has a keeper and its service again",
         )
 
         third = cluster.add_node(**NODE)
-        await until(lambda: len({p.node for p in placed.running()}) == 3, 30.0, "the new node has its service")
+        await until(lambda: len({p.node for p in placed.running()}) == 3, what="the new node has its service")
         last = begun | lives(placed.running())
         cluster.remove_node(third)
-        await until(lambda: len(placed.running()) == 2, 30.0, "the lost node's service is forgotten")
-    await until(lambda: not any(is_alive(pid, ticks) for pid, ticks in last.items()), 30.0, "all services have ended")
+        await until(lambda: len(placed.running()) == 2, what="the lost node's service is forgotten")
+    await until(lambda: not any(is_alive(pid, ticks) for pid, ticks in last.items()), what="all services have ended")
 
 
 async def test_a_service_that_does_not_come_up_is_named_and_nothing_is_left(

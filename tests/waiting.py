@@ -1,4 +1,7 @@
-"""Waiting for a condition with a deadline, for tests: no fixed sleeps, and a late condition names itself."""
+"""Waiting for a condition with a deadline, for tests: no fixed sleeps, and a late condition names itself.
+
+The deadline is there so that a failure ends. No test passes or fails by it on a machine that is merely busy.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+DEADLINE_S = 120.0
+"""How long a test waits for what must come; far more than the slowest machine needs."""
 
-async def until(condition: Callable[[], T | Awaitable[T]], timeout_s: float = 10.0, what: str = "the condition") -> T:
+
+async def until(
+    condition: Callable[[], T | Awaitable[T]], timeout_s: float = DEADLINE_S, what: str = "the condition"
+) -> T:
     """The condition's first true value. It is asked again at every turn of the loop, at most every 5 ms."""
     deadline = time.monotonic() + timeout_s
     turn = asyncio.Event()
@@ -26,3 +34,8 @@ async def until(condition: Callable[[], T | Awaitable[T]], timeout_s: float = 10
             await asyncio.wait_for(turn.wait(), 0.005)
         except TimeoutError:
             continue
+
+
+async def within(work: Awaitable[T], timeout_s: float = DEADLINE_S) -> T:
+    """What the work gives; TimeoutError when it does not end."""
+    return await asyncio.wait_for(work, timeout_s)

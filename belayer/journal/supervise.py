@@ -22,8 +22,10 @@ GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before it was asked for
+        os._exit(1)
 
 
 def main() -> int:
@@ -35,7 +37,10 @@ def main() -> int:
     if os.getppid() != int(owner_pid):
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    me = os.getpid()
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=lambda: _die_with_parent(me)
+    )
 
     def stop(_signal: int, _frame: object) -> None:
         child.terminate()

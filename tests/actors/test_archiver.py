@@ -43,7 +43,7 @@ from tests.archives import (
     whole,
     write_trajectory,
 )
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 NAMES = ("a", "b")
 
@@ -53,7 +53,7 @@ async def store(request: pytest.FixtureRequest, redis_url: str, namespace: str):
     if request.param == "memory":
         yield MemoryStore()
         return
-    store = await open_store(redis_url, namespace=namespace, timeout_s=10.0)
+    store = await open_store(redis_url, namespace=namespace, timeout_s=DEADLINE_S)
     yield store
     await store.close()
 
@@ -189,7 +189,7 @@ async def test_the_actor_collects_and_archives_what_finishes(
     store: JournalStore, tmp_path: Path, namespace: str
 ) -> None:
     names = [f"t{number}" for number in range(20)]
-    actor = archiver(store, tmp_path, namespace, linger_s=0.05, patience_s=5.0)
+    actor = archiver(store, tmp_path, namespace, linger_s=0.05, patience_s=DEADLINE_S)
     working = asyncio.create_task(run_actor(store, actor, GROUP, "c"))
     writers = [await write_trajectory(store, name) for name in names]
     await asyncio.gather(*(end_trajectory(store, n, w) for n, w in zip(names, writers, strict=True)))

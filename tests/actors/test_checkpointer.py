@@ -25,6 +25,7 @@ from belayer.journal.store import Notice
 from belayer.journal.writer import Reader, take_over
 from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
 from tests.actors.model import ModelHost
+from tests.waiting import within
 
 NAME = "t"
 NOTICE = Notice(ids.trajectory(NAME), "action-committed", "")
@@ -68,13 +69,13 @@ async def captures(store: MemoryStore) -> list[type]:
 async def test_a_capture_under_way_is_waited_for() -> None:
     store, host = MemoryStore(), SlowHost()
     await one_action(store, host)
-    first = asyncio.create_task(Checkpointer(store, host, "host", "one", 30.0).handle(NOTICE))
-    await asyncio.wait_for(host.begun.wait(), 10)
+    first = asyncio.create_task(Checkpointer(store, host, "host", "one", 1000.0).handle(NOTICE))
+    await within(host.begun.wait())
     others = [
-        asyncio.create_task(Checkpointer(store, host, "host", by, 30.0).handle(NOTICE)) for by in ("two", "three")
+        asyncio.create_task(Checkpointer(store, host, "host", by, 1000.0).handle(NOTICE)) for by in ("two", "three")
     ]
     host.may_end.set()
-    await asyncio.wait_for(asyncio.gather(first, *others), 10)
+    await within(asyncio.gather(first, *others))
     assert await captures(store) == [CheckpointStarted, CheckpointPublished]
 
 
@@ -83,13 +84,13 @@ async def test_a_capture_that_cannot_be_published_any_more_is_discarded(overtake
     store, host = MemoryStore(), SlowHost()
     await one_action(store, host)
     dead = asyncio.create_task(Checkpointer(store, host, "host", "dead").handle(NOTICE))
-    await asyncio.wait_for(host.begun.wait(), 10)
+    await within(host.begun.wait())
     dead.cancel()
     if overtaken:
         await take_over(store, ids.sandbox(NAME), "somebody")
     host.may_end.set()
     patience_s = 1000.0 if overtaken else 0.05
-    await asyncio.wait_for(Checkpointer(store, host, "host", "next", patience_s).handle(NOTICE), 10)
+    await within(Checkpointer(store, host, "host", "next", patience_s).handle(NOTICE))
     assert await captures(store) == [CheckpointStarted, CheckpointDiscarded, CheckpointStarted, CheckpointPublished]
 
 
@@ -126,7 +127,8 @@ async def test_after_a_time_out_the_adaptive_policy_waits() -> None:
     writer, _ = await take_over(store, ids.sandbox(NAME), "too slow")
     long_ago_ns = time.time_ns() - 100 * 10**9
     await writer.append(CheckpointStarted("t-b1-e2", box.incarnation, 1, 9), time_ns=long_ago_ns)
-    await writer.append(CheckpointDiscarded("t-b1-e2", "given up"))
+    just_now_ns = time.time_ns() + 100 * 10**9  # and still so on a machine that takes its time
+    await writer.append(CheckpointDiscarded("t-b1-e2", "given up"), time_ns=just_now_ns)
     adaptive = Checkpointer(store, host, "host", "adaptive", policy="adaptive")
     await adaptive.handle(NOTICE)
     assert not host.saved

@@ -15,6 +15,7 @@ from belayer.journal.memory_store import MemoryStore
 from belayer.journal.writer import StreamWriter, take_over
 from belayer.projections.sandbox import SandboxState
 from tests.actors.model import ModelHost
+from tests.waiting import within
 
 NAME = "t"
 
@@ -52,7 +53,7 @@ async def test_who_dies_while_he_is_waited_for_is_not_waited_for_any_longer(proc
     done, _ = await asyncio.wait({wait}, timeout=0.2)
     assert not done
     process.kill()
-    state = await asyncio.wait_for(wait, 10.0)
+    state = await within(wait)
     assert state.open_checkpoint is not None and is_surely_dead(state.writer, "host")
 
 
@@ -61,11 +62,11 @@ async def test_work_that_ends_is_waited_for(process: subprocess.Popen[bytes]) ->
     writer = await capturing(store, f"actors/host-{process.pid}-abc")
     wait = waiting(store, 1000.0)
     await writer.append(CheckpointDiscarded("t-b0-e2", "it has moved on"))
-    assert (await asyncio.wait_for(wait, 10.0)).open_checkpoint is None
+    assert (await within(wait)).open_checkpoint is None
 
 
 async def test_somebody_on_another_host_gets_his_time() -> None:
     store = MemoryStore()
     await capturing(store, "actors/elsewhere-1-abc")
-    state = await asyncio.wait_for(waiting(store, 0.05), 10.0)
+    state = await within(waiting(store, 0.05))
     assert state.open_checkpoint is not None

@@ -16,7 +16,7 @@ from belayer.journal.redis_store import RedisStore
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import take_over
 from tests.actors.holder import STALE_AFTER_S as LEASE_S
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 HOST = "my-host"
 OFTEN_S = 0.02
@@ -46,7 +46,7 @@ async def killed(victim: asyncio.subprocess.Process) -> None:
 async def taken(holder: asyncio.subprocess.Process, count: int) -> set[str]:
     """The names of the next so many trajectories whose notices the process took."""
     assert holder.stdout is not None
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(DEADLINE_S):
         return {(await holder.stdout.readline()).decode().strip() for _ in range(count)}
 
 
@@ -74,11 +74,11 @@ async def test_it_comes_when_its_process_ends_and_not_before() -> None:
     await noticed(store, "t")
     async with process("sleep", "1000") as holder, store.subscribe("g", "heir", LEASE_S) as heir:
         async with store.subscribe("g", f"{HOST}-{holder.pid}-abc", LEASE_S) as held:
-            assert await held.next(5.0) is not None
+            assert await held.next(DEADLINE_S) is not None
         async with Peers(HOST, "heir").inheriting(heir, OFTEN_S):
             assert await heir.next(10 * OFTEN_S) is None
             await killed(holder)
-            assert await heir.next(20.0) is not None
+            assert await heir.next(DEADLINE_S) is not None
 
 
 async def test_one_process_watches_for_all_its_groups() -> None:
@@ -95,11 +95,11 @@ async def test_one_process_watches_for_all_its_groups() -> None:
         await noticed(store, "t")
         for group in ("seldom", "often"):
             async with store.subscribe(group, f"{HOST}-{holder.pid}-abc", LEASE_S) as held:
-                assert await held.next(5.0) is not None
+                assert await held.next(DEADLINE_S) is not None
         await until(lambda: peers.watched, what="the peer is seen")
         await killed(holder)
-        assert await seldom.next(20.0) is not None
-        assert await often.next(20.0) is not None
+        assert await seldom.next(DEADLINE_S) is not None
+        assert await often.next(DEADLINE_S) is not None
 
 
 async def test_the_dead_of_another_host_keep_theirs_until_they_are_stale() -> None:
@@ -108,7 +108,7 @@ async def test_the_dead_of_another_host_keep_theirs_until_they_are_stale() -> No
     async with process("true") as gone:
         await gone.wait()
     async with store.subscribe("g", f"elsewhere-{gone.pid}-abc", LEASE_S) as held:
-        assert await held.next(5.0) is not None
+        assert await held.next(DEADLINE_S) is not None
     async with (
         store.subscribe("g", "heir", LEASE_S) as heir,
         Peers(HOST, "heir").inheriting(heir, OFTEN_S),

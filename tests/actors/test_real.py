@@ -75,7 +75,7 @@ async def test_a_killed_container_comes_back_at_its_newest_boundary(
         assert box.container is not None
         sandbox = await host.attach(incarnation_of(box.container))
         await turn(t, sandbox, "sleep 1000 & echo one > kept; echo $! > pid")
-        await until(lambda: published(store, name, 1), 30.0, "a checkpoint of boundary 1")
+        await until(lambda: published(store, name, 1), what="a checkpoint of boundary 1")
 
         os.kill(box.container.pid, signal.SIGKILL)
         with pytest.raises((FencedError, SandboxFailedError)):
@@ -83,7 +83,7 @@ async def test_a_killed_container_comes_back_at_its_newest_boundary(
         await sandbox.close()
 
         t = await Trajectory.open(store, name)
-        await until(lambda: replaced(store, name, box.incarnation), 30.0, "another container")
+        await until(lambda: replaced(store, name, box.incarnation), what="another container")
         t = await Trajectory.open(store, name)
         again = (await look(store, name)).container
         assert again is not None and again.incarnation == t.state.sandbox_incarnation
@@ -91,7 +91,7 @@ async def test_a_killed_container_comes_back_at_its_newest_boundary(
         async with await host.attach(incarnation_of(again)) as sandbox:
             assert await turn(t, sandbox, "cat kept; kill -0 $(cat pid) && echo lives") == "one\nlives\n"
         await t.finish("done")
-        await until(lambda: removed(host, name), 30.0, "the container's removal")
+        await until(lambda: removed(host, name), what="the container's removal")
         await (await take_over(store, ids.run(run), "test"))[0].append(RunFinished("done"))
     state = await look(store, name)
     assert (state.phase, state.failures) == ("removed", 1)
@@ -126,7 +126,7 @@ async def test_a_checkpoint_that_does_not_come_back_is_discarded_for_an_older_on
         async with await host.attach(incarnation_of(box.container)) as sandbox:
             for number, word in enumerate(("one", "two"), start=1):
                 await turn(t, sandbox, f"{command}echo {word} >> kept")
-                await until(lambda number=number: published(store, name, number), 30.0, f"a checkpoint of {number}")
+                await until(lambda number=number: published(store, name, number), what=f"a checkpoint of {number}")
             (newest,) = (made for made in (await look(store, name)).published.values() if made.boundary == 2)
             written = host.checkpoint_path(newest.checkpoint) / note
             assert old in written.read_bytes()
@@ -134,7 +134,7 @@ async def test_a_checkpoint_that_does_not_come_back_is_discarded_for_an_older_on
             os.kill(box.container.pid, signal.SIGKILL)
             with pytest.raises((FencedError, SandboxFailedError)):
                 await turn(t, sandbox, "cat kept")
-        await until(lambda: replaced(store, name, box.incarnation), 30.0, "another container")
+        await until(lambda: replaced(store, name, box.incarnation), what="another container")
         t = await Trajectory.open(store, name)
         assert t.state.boundary.number == 1
         again = (await look(store, name)).container
@@ -146,7 +146,7 @@ async def test_a_checkpoint_that_does_not_come_back_is_discarded_for_an_older_on
         assert discarded.checkpoint == newest.checkpoint
         assert cause in discarded.reason
         await t.finish("done")
-        await until(lambda: removed(host, name), 30.0, "the container's removal")
+        await until(lambda: removed(host, name), what="the container's removal")
 
 
 async def published(store: RedisStore, name: str, boundary: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -32,6 +31,7 @@ from belayer.projections.sandbox import SandboxState
 from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
 from tests.actors.model import ModelHost
 from tests.actors.test_checkpointer import one_action
+from tests.waiting import within
 
 
 class Overtaken(MemoryStore):
@@ -55,7 +55,7 @@ async def test_a_rollout_that_comes_between_is_shut_out_again_at_once() -> None:
     await report_sandbox_failure(store, "t", box.incarnation, "died", "gone", "rollout")
     store.armed = True
     recovery = SandboxRecovery(store, host, box.container.host, "actors/x", patience_s=1000.0)
-    await asyncio.wait_for(recovery.recover("t"), 10.0)
+    await within(recovery.recover("t"))
     prefix = trajectory.fold(await Reader(store, ids.trajectory("t")).catch_up())
     state = await look(store, "t")
     assert not store.armed and state.phase == "live" and state.incarnation != box.incarnation

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "belayer.cli"]
 _OURS = "BELAYER_"
@@ -26,7 +28,7 @@ def belayer(*arguments: str, cwd: Path | None = None, **variables: str) -> subpr
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
 

@@ -16,7 +16,7 @@ from belayer.journal.connect import open_store
 from belayer.journal.events import GenerationStarted
 from tests.archives import across, end_trajectory, whole, write_trajectory
 from tests.cli.command import COMMAND, ROOT, belayer, environment
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 KILLS = 3
 
@@ -25,7 +25,7 @@ KILLS = 3
 async def test_an_archiver_killed_at_random_instants(redis_url: str, namespace: str, tmp_path: Path) -> None:
     folder = tmp_path / "archive"
     place = {"BELAYER_JOURNAL_URL": redis_url, "BELAYER_NAMESPACE": namespace, "BELAYER_ARCHIVE_URL": str(folder)}
-    store = await open_store(redis_url, namespace=namespace, timeout_s=10.0)
+    store = await open_store(redis_url, namespace=namespace, timeout_s=DEADLINE_S)
     names = [f"t{number}" for number in range(24)]
     writers = [await write_trajectory(store, name, 5) for name in names]
     for name, writer in zip(names, writers, strict=True):
@@ -45,7 +45,7 @@ async def test_an_archiver_killed_at_random_instants(redis_url: str, namespace: 
         async def begun(process: Process = process, wanted: int = wanted) -> bool:
             return process.returncode is not None or await stands_at(wanted)
 
-        await until(begun, 20.0, "some trajectories archived")
+        await until(begun, what="some trajectories archived")
         if process.returncode is None:
             process.kill()
         await process.communicate()

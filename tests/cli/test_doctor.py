@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from belayer.cli import probes
 from belayer.cli.doctor import doctor, examine, ready
 from belayer.cli.probes import Finding
+from tests.waiting import DEADLINE_S
 
 app = typer.Typer()
 app.command()(doctor)
@@ -43,7 +44,7 @@ def test_without_any_redis_it_says_how_to_get_one(tmp_path: Path) -> None:
         "sys.stdout.buffer.write(msgspec.json.encode(probes.probe_server()))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={"PATH": str(tmp_path)}, capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", code], env={"PATH": str(tmp_path)}, capture_output=True, timeout=DEADLINE_S, check=True
     )
     finding = msgspec.json.decode(done.stdout, type=Finding)
     assert not finding.ok

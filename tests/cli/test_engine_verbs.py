@@ -20,7 +20,7 @@ from belayer.journal.events import RunStarted, WeightsPublished, WorkerReady, Wo
 from belayer.journal.writer import Reader, take_over
 from belayer.processes import host_name, is_alive, start_ticks
 from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 
 def test_a_memory_server_is_started_asked_and_ended(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_memory_server_is_started_asked_and_ended(tmp_path: Path) -> None:
         second = belayer("memory", "start", "--socket", socket)
         assert_one_line_error(second, "answers at", "already")
         server.terminate()
-        assert server.wait(10) == 0
+        assert server.wait(DEADLINE_S) == 0
     finally:
         server.kill()
         server.communicate()
@@ -120,4 +120,4 @@ async def test_a_shadow_is_armed_once_and_reported(redis_url: str, namespace: st
         for engine in (await look(store, "w")).engines.values():
             await engines.kill(process_of(engine))
         await store.close()
-    await until(lambda: not is_alive(first["pid"], state.shadow.registered.pid_start_ticks), 5.0, "its end")
+    await until(lambda: not is_alive(first["pid"], state.shadow.registered.pid_start_ticks), what="its end")

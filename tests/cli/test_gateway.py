@@ -17,6 +17,7 @@ from belayer.journal.redis_store import RedisStore
 from belayer.processes import start_ticks, wait_exit
 from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
 from tests.gpu.gateway_site import LOGPROBS, PROMPT, TURN, Client, Site, site
+from tests.waiting import DEADLINE_S, within
 
 WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}, "return_logprob": True}
 
@@ -33,7 +34,7 @@ async def started(url: str, namespace: str, *arguments: str) -> AsyncIterator[tu
     with _spawned(command, settings) as process:
         try:
             assert process.stdout is not None
-            said = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 30)
+            said = await within(asyncio.to_thread(process.stdout.readline))
             assert said.startswith("ready http://")
             async with aiohttp.ClientSession() as session:
                 yield Client(said.split()[1], session), process
@@ -83,8 +84,8 @@ async def test_a_gateway_that_is_told_to_stop_lets_streams_finish(slow: Site, re
         assert refused.status == 503 and (await client.ask(**WHOLE, rid="b")).error.startswith("draining")
         await stream.read()
         assert stream.tokens == TURN and stream.done
-        await asyncio.wait_for(wait_exit(process.pid, start_ticks(process.pid)), 20)
-        assert process.wait(5) == 0
+        await within(wait_exit(process.pid, start_ticks(process.pid)))
+        assert process.wait(DEADLINE_S) == 0
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:

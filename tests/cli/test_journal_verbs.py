@@ -21,6 +21,7 @@ from belayer.journal.export import ExportWriter, read_export
 from tests.cli.command import COMMAND, ROOT, assert_one_line_error, belayer, environment
 from tests.cli.journal_server import serving
 from tests.replay.journals import ENGINE, Story, T, chunk, end, eventful, underway
+from tests.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_status_is_watched_until_interrupted(url: str) -> None:
         assert process.stdout is not None and process.stderr is not None
         first, second = json.loads(process.stdout.readline()), json.loads(process.stdout.readline())
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(DEADLINE_S) == 130
         assert process.stderr.read() == ""
     assert first["trajectories"][0]["age_s"] <= second["trajectories"][0]["age_s"]
 
@@ -185,7 +186,7 @@ def test_tail_follows_until_interrupted(url: str) -> None:
         assert process.stdout is not None and process.stderr is not None
         assert "trajectory-finished" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(DEADLINE_S) == 130
         assert process.stderr.read() == ""
 
 
@@ -235,7 +236,7 @@ def test_a_file_that_is_there_is_kept_unless_forced(url: str, tmp_path: Path) ->
 def test_a_full_disk_leaves_nothing(url: str, tmp_path: Path) -> None:
     """The kernel refuses to let the file grow beyond 2,000 bytes."""
     limited = ["prlimit", "--fsize=2000", *COMMAND, "export", "-o", str(tmp_path / "x.journal"), "--url", url]
-    done = subprocess.run(limited, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(limited, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert_one_line_error(done, "cannot write", "File too large")
     assert list(tmp_path.iterdir()) == []
 
@@ -252,7 +253,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
             assert process.stderr is not None
             listener.accept()
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
+            assert process.wait(DEADLINE_S) == 130
             assert process.stderr.read() == ""
     assert list(folder.iterdir()) == []
 

@@ -13,6 +13,7 @@ from belayer.cli import INTERRUPTED
 from belayer.cli.main import run
 from belayer.cli.verbs import VERBS, load
 from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
+from tests.waiting import DEADLINE_S
 
 
 def test_version() -> None:
@@ -28,7 +29,12 @@ def test_help_names_every_verb_and_loads_none(tmp_path: Path) -> None:
         "sys.exit(status or ', '.join(sorted(loaded & heavy)) or 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert all(verb in done.stdout for verb in VERBS)
@@ -105,7 +111,7 @@ def test_every_verb_shows_examples_and_speaks_json(verb: str, capsys: pytest.Cap
 def test_the_shell_completes_verbs_and_options(typed: str, offered: set[str], tmp_path: Path) -> None:
     asked = {"_BELAYER_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
     done = subprocess.run(
-        COMMAND, env=environment(**asked), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        COMMAND, env=environment(**asked), cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert set(done.stdout.split()) == offered
@@ -129,6 +135,11 @@ def test_ctrl_c_is_no_traceback_from_the_first_import_to_the_end(moment: str, tm
         "main()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert (done.returncode, done.stderr) == (0 if "atexit.register" in moment else INTERRUPTED, "")

@@ -19,16 +19,12 @@ from belayer.journal.redis_store import RedisStore
 from belayer.journal.writer import take_over
 from belayer.processes import host_name
 from tests.cli.command import COMMAND, ROOT, environment
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.ports import free_port
+from tests.waiting import DEADLINE_S
 
 
 def page(port: int) -> str:
-    return urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S).read().decode()
 
 
 async def dead_main(store: RedisStore) -> None:
@@ -66,13 +62,13 @@ async def test_every_line_says_where_it_stands(
             logs.rmdir()
             logs.touch()  # so no engine can be started
             await dead_main(redis_store)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(DEADLINE_S):
                 while "left for the next try" not in log.read_text():
                     await redis_store.wait(ids.worker("w"), 1 << 40, 0.2)
             metrics = await asyncio.to_thread(page, port)
         finally:
             actors.send_signal(signal.SIGTERM)
-            actors.wait(30)
+            actors.wait(DEADLINE_S)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert any("Traceback" in line.get("exception", "") for line in lines), "an error that is no Belayer error"
     for line in lines:
@@ -91,7 +87,7 @@ def test_a_port_that_is_taken_is_said_in_one_line(redis_url: str, namespace: str
         port = str(taken.getsockname()[1])
         command = [*COMMAND, "actors", "--url", redis_url, "--namespace", namespace, "--engine-log", str(tmp_path)]
         command += ["--recordings", str(tmp_path), "--metrics-port", port]
-        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert port in done.stderr
     assert "choose another port" in done.stderr

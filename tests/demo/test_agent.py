@@ -33,7 +33,7 @@ from belayer.projections import trajectory as projection
 from belayer.projections.trajectory import Generation, TrajectoryState
 from belayer.sandbox.protocol import Incarnation
 from tests.actors.model import ModelHost
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until, within
 
 RECORDING = Recording(
     "toy__toy-1",
@@ -76,13 +76,13 @@ class World:
         """The trajectory's state as soon as the journal says so."""
         reader = Reader(self.store, ids.trajectory(RECORDING.name))
         state = projection.EMPTY
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while True:
                 for recorded in await reader.catch_up():
                     state = projection.evolve(state, recorded.sequence, recorded.event)
                     if reached(state):
                         return state
-                await reader.wait(20)
+                await reader.wait(DEADLINE_S)
 
     async def shadow_armed(self) -> bool:
         return (await look_worker(self.store, "w")).shadow is not None
@@ -102,7 +102,7 @@ async def world(folder: Path) -> AsyncIterator[World]:
     running = [asyncio.create_task(run_actor(made.store, actor, HOST, "c1")) for actor in actors]
     try:
         await made.workers.start("w", "run")
-        await until(lambda: made.shadow_armed(), 30, "a shadow")
+        await until(lambda: made.shadow_armed(), what="a shadow")
         yield made
     finally:
         for task in running:
@@ -133,7 +133,7 @@ async def test_a_rollout_says_and_does_what_was_recorded(tmp_path: Path) -> None
 async def test_a_container_that_dies_while_its_final_state_is_read_comes_back(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         here.dies_at_the_end = True
-        state = await asyncio.wait_for(here.roll_out(), 30)
+        state = await within(here.roll_out())
         assert state.phase == "finished"
         assert len({incarnation.name for incarnation in here.collected}) == 2
 
@@ -174,7 +174,7 @@ async def test_a_rollout_ends_the_same_after_a_failure(
         rolling = asyncio.create_task(here.roll_out())
         await here.reached(at)
         await strike(here)
-        state = await asyncio.wait_for(rolling, 30)
+        state = await within(rolling)
         assert _said(state) == _said(undisturbed)
         assert _seen(state) == _seen(undisturbed)
         assert state.reason == undisturbed.reason
@@ -198,7 +198,7 @@ async def test_when_a_worker_is_excluded_its_requests_go_on_at_another(tmp_path:
         main = (await look_worker(here.store, "w")).main
         await report_engine_failure(here.store, "w", main, "gpu", "XID 79", "test")
         await _kill_all_of(here, "w")
-        state = await asyncio.wait_for(rolling, 30)
+        state = await within(rolling)
         assert _said(state) == _said(undisturbed) and _seen(state) == _seen(undisturbed)
         resumed = [event for event in await here.events(GenerationResumed) if isinstance(event, GenerationResumed)]
         assert [event.worker for event in resumed] == ["other"]

@@ -22,7 +22,7 @@ from belayer.journal.export import read_export
 from belayer.sandbox.docker_host import DockerHost, open_host
 from replay.audit import audit
 from tests.command_lines import command_lines
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until, within
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.chaos]
 
@@ -81,7 +81,7 @@ async def test_a_trajectory_survives_a_failure_of_each_kind(
     kinds = tuple(Kind)[:6]  # each needs some turns, and this trajectory is short
     options = Options(trajectories, kinds, runs=1, seed=3, results=tmp_path / "results")
     board = Notes()
-    report = await asyncio.wait_for(run_demo(options, board), 150)
+    report = await within(run_demo(options, board), 900.0)
     assert report.as_json()["details"] == []
     assert report.good and [run.label for run in board.reports] == ["undisturbed", "failures 1"]
     assert sorted(recovery.kind for recovery in report.recoveries) == sorted(kinds)
@@ -124,17 +124,17 @@ async def test_an_interrupted_demo_leaves_nothing_behind(
     async def containers() -> list[str]:
         return [name for run in _runs_of(demo.pid) for name in await host.incarnations(run)]
 
-    await until(containers, 60.0, "a container of the demo")
+    await until(containers, what="a container of the demo")
     (run,) = _runs_of(demo.pid)
     helpers = _helpers_of(run, temporary)
     assert helpers, "actors and engines run"
     demo.send_signal(number)
-    out, _ = await asyncio.to_thread(demo.communicate, timeout=60)
+    out, _ = await asyncio.to_thread(demo.communicate, timeout=DEADLINE_S)
     assert demo.returncode == 130 and "Traceback" not in out
     assert await host.incarnations(run) == []
     assert not [checkpoint for checkpoint in await host.checkpoints() if run in checkpoint]
     assert not list(temporary.glob("belayer-demo-*"))
-    await until(lambda: not _helpers_of(run, temporary), 20.0, "the end of actors and engines")
+    await until(lambda: not _helpers_of(run, temporary), what="the end of actors and engines")
 
 
 def _runs_of(owner: int) -> list[str]:

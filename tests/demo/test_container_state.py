@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from belayer.demo.container_state import Digests, process_tree, read_tree
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 
 def test_files_are_read_with_all_but_their_times(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def shell() -> Iterator[subprocess.Popen[bytes]]:
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         os.kill(int(child), signal.SIGKILL)
     process.kill()
-    process.wait(timeout=10)
+    process.wait(timeout=DEADLINE_S)
 
 
 async def test_processes_are_read_as_a_tree(shell: subprocess.Popen[bytes]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from belayer.demo.container_state import process_tree, read_tree
 from belayer.demo.reading import ContainerReader
+from tests.waiting import DEADLINE_S
 
 IN_ROOT = "import os, sys; os.chroot(sys.argv[1]); os.write(1, b'!'); os.read(0, 1)"
 
@@ -36,7 +37,7 @@ def container(root: Path) -> Iterator[subprocess.Popen[bytes]]:
 def gone() -> int:
     """The id of a process that has ended."""
     with subprocess.Popen(["true"]) as process:
-        process.wait(timeout=10)
+        process.wait(timeout=DEADLINE_S)
     return process.pid
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from belayer.journal.codec import decode_entry
 from belayer.journal.events import HandoverCompleted
 from belayer.journal.export import read_export
 from tests.demo.test_chaos import NAME, SHIPPED, Notes
+from tests.waiting import within
 
 pytestmark = [
     pytest.mark.sandbox,
@@ -33,7 +33,7 @@ async def test_killed_in_mid_stream_it_says_the_same_tokens(tmp_path: Path) -> N
     (folder := tmp_path / "trajectories").mkdir()
     (folder / f"{NAME}.traj.json").write_text(json.dumps(document))
     options = Options(folder, (Kind.ENGINE,), runs=1, seed=3, engine="sglang", results=tmp_path / "results")
-    report = await asyncio.wait_for(run_demo(options, Notes()), 1200)
+    report = await within(run_demo(options, Notes()), 1200.0)
     assert report.as_json()["details"] == []
     assert report.good and [recovery.kind for recovery in report.recoveries] == [Kind.ENGINE]
     assert report.export is not None

@@ -13,6 +13,7 @@ import pytest
 from belayer.demo import testbed
 from belayer.demo.testbed import NoTestbedError, build_testbed, image_name
 from belayer.errors import InputError
+from tests.waiting import DEADLINE_S
 
 PACKAGE, VERSION = "belayer-sample", "1.2"
 FILES = {
@@ -43,7 +44,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fetch(version: str, target: Path) -> subprocess.CompletedProcess[str]:
     script = Path(testbed.__file__).with_name("pip_sdist.py")
     command = [sys.executable, str(script), PACKAGE, version, str(target)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 def digest(folder: Path) -> str:
@@ -116,12 +117,12 @@ def test_the_image_holds_the_repository_and_is_built_once(shelf: Path, tmp_path:
     steps: list[str] = []
     # What a build leaves that was killed: a container named after a process that is no more.
     dead = subprocess.Popen(["true"])
-    dead.wait(timeout=60)
+    dead.wait(timeout=DEADLINE_S)
     subprocess.run(
         ["docker", "create", "--name", f"belayer-testbed-build-{dead.pid}", testbed.BASE_IMAGE],
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=DEADLINE_S,
     )
     image = build_testbed(PACKAGE, VERSION, say=steps.append)
     try:
@@ -131,13 +132,15 @@ def test_the_image_holds_the_repository_and_is_built_once(shelf: Path, tmp_path:
         imported = "python -c 'import belayer_sample as s; print(s.answer)'"
         script = f"pwd; git status --porcelain; {imported}; stat -c %u:%Y setup.py"
         run = ["docker", "run", "--rm", "--network=none", image, "bash", "-c", script]
-        assert subprocess.check_output(run, text=True, timeout=60).split() == ["/testbed", "42", "0:946684800"]
+        assert subprocess.check_output(run, text=True, timeout=DEADLINE_S).split() == ["/testbed", "42", "0:946684800"]
         assert [path.name for path in (tmp_path / "home" / "sdists").iterdir()] == [f"{PACKAGE}-{VERSION}.tar.gz"]
-        containers = subprocess.check_output(["docker", "ps", "--all", "--format", "{{.Names}}"], text=True, timeout=60)
+        containers = subprocess.check_output(
+            ["docker", "ps", "--all", "--format", "{{.Names}}"], text=True, timeout=DEADLINE_S
+        )
         assert f"belayer-testbed-build-{dead.pid}" not in containers
         assert f"belayer-testbed-build-{os.getpid()}" not in containers
     finally:
-        subprocess.run(["docker", "image", "rm", "--force", image], check=True, capture_output=True, timeout=60)
+        subprocess.run(["docker", "image", "rm", "--force", image], check=True, capture_output=True, timeout=DEADLINE_S)
 
 
 @pytest.mark.sandbox

@@ -15,6 +15,7 @@ from belayer.gpu import wire
 from belayer.gpu.errors import ArenaError
 from belayer.gpu.ledger import Ledger, ledger_bytes
 from belayer.gpu.memory_client import MemoryClient
+from tests.waiting import DEADLINE_S
 
 ROWS, WIDTH = 4, 64
 KV_BYTES, TABLE_BYTES = 1 << 16, 1 << 12
@@ -109,7 +110,7 @@ class Lessee:
     def order(self) -> dict[str, Any]:
         """Wait for the server's next order; what comes with it is ours."""
         assert self.client is not None
-        answer, fds = self.client.receive(30.0)
+        answer, fds = self.client.receive(DEADLINE_S)
         match answer:
             case wire.ArmNow():
                 self.kv_fd = fds[0]

@@ -19,6 +19,7 @@ from belayer.errors import EngineFailedError
 from belayer.gpu.protocol import EngineProcess, Sampling
 from belayer.gpu.sglang_host import SglangHost
 from benchmarks.sglang_shapes import write_model, write_plugins
+from tests.waiting import DEADLINE_S, within
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 1200
@@ -100,7 +101,7 @@ async def cell(folder: Path, ranks: int = 1, shadows: int = 2) -> AsyncIterator[
         await host.kill(engine)
     for memory in servers:
         memory.terminate()
-        memory.wait(30)
+        memory.wait(DEADLINE_S)
 
 
 async def ask(
@@ -134,9 +135,9 @@ async def run_through_a_failure(
         await asyncio.wait(streams, timeout=0.01)
     status = (await cell.host.statuses())[rank]
     os.kill(next(engine.pid for engine in status.engines if engine.holds_arena), strike)
-    kinds = [(await asyncio.wait_for(first_event, 30)).kind]
+    kinds = [(await within(first_event)).kind]
     while kinds[-1] != "dying":
-        kinds.append((await asyncio.wait_for(anext(events), 30)).kind)
+        kinds.append((await within(anext(events))).kind)
     old, cell.main = cell.main, cell.shadows.pop(0)
     await cell.host.promote(cell.main)
     await events.aclose()

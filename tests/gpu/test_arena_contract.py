@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from belayer.gpu.arena import ArenaOwner, open_owner
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_GPU = HAS_TORCH and Path("/dev/nvidiactl").exists()
-DEADLINE_S = 120
 SIZES = {"cpu": 5 * (1 << 20) + 4096, "cuda:0": int(os.environ.get("BELAYER_TEST_ARENA_MIB", "1030")) << 20}
 
 pytestmark = pytest.mark.skipif(not HAS_TORCH, reason="torch is SGLang's; scripts/sglang_cpu.sh brings it")

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from belayer.gpu.bell import BELL_BYTES, Bell
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
@@ -38,8 +39,8 @@ def test_it_rings_when_its_process_is_killed_and_not_when_it_is_stopped() -> Non
     holder.send_signal(signal.SIGSTOP)
     assert not rang.wait(0.3)
     holder.kill()
-    assert rang.wait(10)
+    assert rang.wait(DEADLINE_S)
     bell.wait()  # and for whoever asks later
-    holder.communicate(timeout=10)
+    holder.communicate(timeout=DEADLINE_S)
     os.close(fd)
     assert BELL_BYTES <= 4096

@@ -118,7 +118,7 @@ async def test_a_slow_caller_holds_the_engine_and_not_the_memory(tmp_path: Path)
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": len(turn)}, "return_logprob": True}
         async with made.gateway(lag_tokens=1000) as client, client.stream(**body, rid="a") as stream:
             await stream.read(1)
-            journaled = await until(lambda: _resting(made), timeout_s=20, what="a paused engine")
+            journaled = await until(lambda: _resting(made), what="a paused engine")
             assert journaled < len(turn) / 2
             await stream.read(journaled + 5000)
             assert stream.tokens == turn[: len(stream.tokens)]

@@ -22,6 +22,7 @@ from belayer.journal.events import WorkerRegistered
 from belayer.projections.worker import EngineState
 from tests.gpu.gateway_site import PROMPT, TURN, site
 from tests.gpu.test_http_engine import event
+from tests.waiting import within
 
 
 @pytest.mark.parametrize("resumes", ["", "old"])
@@ -75,9 +76,9 @@ async def test_a_stream_ends_when_another_finds_its_engine_dead(resumes: str, jo
         await broken
     assert await engines.failed(route, error.value.evidence) == float("inf")
     with pytest.raises(EngineFailedError, match="its engine is unreachable"):
-        await asyncio.wait_for(silent, 10)
+        await within(silent)
     with pytest.raises(EngineFailedError):
-        await asyncio.wait_for(rest("later", resumes, asyncio.Event()), 10)
+        await within(rest("later", resumes, asyncio.Event()))
     await engines.failed(route, "again")
     assert [said[2] for said in reports] == ["unreachable"] * (1 if journal == "there" else 2), "told until it is known"
     over.set()
@@ -96,6 +97,6 @@ async def test_a_stream_leaves_an_engine_that_the_journal_calls_dead(tmp_path: P
                 await made.worker("v")
                 main = (await look(made.store, "w")).main
                 await report_engine_failure(made.store, "w", main, "hung", "it stands still", "test")
-                await asyncio.wait_for(stream.read(), 10)
+                await within(stream.read())
             assert stream.tokens == TURN and stream.info["resumes"] == 1
             assert await made.findings() == []

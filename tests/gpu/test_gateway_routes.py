@@ -17,7 +17,7 @@ from belayer.journal.events import GenerationResumed, GenerationStarted, Weights
 from belayer.journal.writer import take_over
 from belayer.weights import publish_weights
 from tests.gpu.gateway_site import PROMPT, TURN, Site, site
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}}
 
@@ -68,7 +68,7 @@ async def test_only_engines_of_the_current_weight_version_are_given_requests(two
         await run.append(WeightsPublished(7))
         waiting = asyncio.create_task(client.ask(**WHOLE, rid="a"))
         assert client.served is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             while client.served.workers.weight_version != 7:
                 await two.store.wait(ids.run("run"), 2, 0.01)
         assert (await client.get("/health")).status == 503 and not waiting.done()

@@ -28,6 +28,7 @@ from belayer.journal.writer import take_over
 from benchmarks.sglang_shapes import write_model, write_plugins
 from tests.gpu.gateway_site import Client, Stream
 from tests.gpu.sglang_cell import ARGUMENTS, PYTHON, ROOT, start_memory
+from tests.waiting import DEADLINE_S
 
 TOKENS = 700
 PROMPTS = [[3 + (7 * n + k) % 500 for k in range(40 + 11 * n)] for n in range(3)]
@@ -89,7 +90,7 @@ async def engines(tmp_path: Path) -> AsyncIterator[Engines]:
     for engine in (main, shadow):
         await host.kill(engine)
     memory.terminate()
-    memory.wait(30)
+    memory.wait(DEADLINE_S)
 
 
 async def test_a_killed_sglang_is_not_seen_by_the_callers_of_the_gateway(engines: Engines) -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from belayer.gpu.health import BENIGN_XIDS, BoundedHealth, Look, _open_nvml, device_health, main
 from tests.gpu.recorded_nvml import RecordedGpu, replay
-from tests.waiting import until
-
-DEADLINE_S = 20.0
+from tests.waiting import DEADLINE_S, until
 
 
 @pytest.fixture

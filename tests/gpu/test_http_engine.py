@@ -13,7 +13,7 @@ from belayer.errors import EngineFailedError, InputError
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
 from belayer.gpu.resume_group import UNREAD_TOKENS, FellBehindError
-from tests.waiting import until
+from tests.waiting import until, within
 
 Say = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
@@ -195,7 +195,7 @@ async def test_who_leaves_a_group_is_aborted_and_the_others_go_on_to_its_break()
     async def say(request: web.Request, response: web.StreamResponse) -> None:
         for name in (await request.json())["rid"]:
             await response.write(event([ord(name)], 1, name=name))
-        await asyncio.wait_for(aborted.wait(), 10)
+        await within(aborted.wait())
         await response.write(event([198], 2, name="b"))
 
     seen: list[Any] = []
@@ -229,7 +229,7 @@ async def test_an_ended_client_has_no_stream_that_waits_and_takes_no_new_one() -
         engine.end("its host is gone")
         for task in waiting:
             with pytest.raises(EngineFailedError, match="its host is gone"):
-                await asyncio.wait_for(task, 10)
+                await within(task)
         for resumes in ("", "old"):
             with pytest.raises(EngineFailedError, match="its host is gone"):
                 await anext(engine.generate("later", list(range(40)), Sampling(9), resumes=resumes))
@@ -246,9 +246,9 @@ async def test_events_without_tokens_are_silence() -> None:
 
     async with serving(say, []) as engine:
         with pytest.raises(EngineFailedError, match=r"after 0 tokens \(nothing came for 0.5 s\)"):
-            await asyncio.wait_for(collect(engine), 10)
+            await within(collect(engine))
         with pytest.raises(EngineFailedError, match=r"after 0 tokens \(nothing came for 0.5 s\)"):
-            await asyncio.wait_for(resume(engine, "a"), 10)
+            await within(resume(engine, "a"))
 
 
 async def test_who_does_not_read_leaves_the_group_and_holds_up_nobody() -> None:
@@ -292,7 +292,7 @@ async def test_an_event_of_nobody_ends_the_group() -> None:
         for name in (await request.json())["rid"]:
             await response.write(event([7], 1, name=name))
         await response.write(event([7], 1, name="nobody"))
-        await asyncio.wait_for(request.content.wait_eof(), 10)
+        await within(request.content.wait_eof())
 
     async with serving(say, [], silence_s=1000) as engine:
         for error in await asyncio.gather(resume(engine, "a"), resume(engine, "b"), return_exceptions=True):

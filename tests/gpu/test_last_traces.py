@@ -16,7 +16,7 @@ from belayer.gpu.sglang_host import SglangHost
 from belayer.gpu.usage import processes_of
 from belayer.processes import host_name, start_ticks, wait_exit
 from tests.gpu.recorded_nvml import RecordedGpu, replay
-from tests.waiting import until
+from tests.waiting import until, within
 
 FAMILY = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], stdin=sys.stdin); input()"
 """A process and its child, both until their standard input ends; the child survives the parent's SIGKILL."""
@@ -58,7 +58,7 @@ async def test_a_kill_waits_until_no_gpu_lists_the_process(
     await until(lambda: gpu.asked > asked + 2, what="looks at the GPU")
     assert not killed.done(), "its memory is still there"
     gpu.running = [1]
-    await asyncio.wait_for(killed, 10.0)
+    await within(killed)
 
 
 async def test_gpu_memory_that_stays_is_said_and_holds_nobody_up(
@@ -69,7 +69,7 @@ async def test_gpu_memory_that_stays_is_said_and_holds_nobody_up(
     monkeypatch.setattr(last_traces, "_LET_GO_S", 0.2)
     gpu = RecordedGpu("0000:1B:00.0", running=[engine.pid])
     replay(monkeypatch, [gpu], visible=[gpu])
-    await asyncio.wait_for(a_host(tmp_path).kill(engine), 10.0)
+    await within(a_host(tmp_path).kill(engine))
     assert f"the GPU still has its memory of {engine.pid}" in caplog.text
 
 
@@ -80,5 +80,5 @@ async def test_a_driver_that_cannot_tell_holds_nobody_up(
     monkeypatch.setattr(last_traces, "_END_S", 0.1)
     gpu = RecordedGpu("0000:1B:00.0", running=[engine.pid], driver_is_old=True)
     replay(monkeypatch, [gpu], visible=[gpu])
-    await asyncio.wait_for(a_host(tmp_path).kill(engine), 5.0)
+    await within(a_host(tmp_path).kill(engine))
     assert gpu.asked == 1 and start_ticks(engine.pid) == 0

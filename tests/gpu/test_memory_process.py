@@ -37,7 +37,7 @@ async def test_whoever_comes_first_starts_it_and_it_is_started_again_when_it_die
     assert ask_status(memory.socket).device == "cpu"
     first = pid_of(memory.socket)
     os.kill(first, signal.SIGKILL)
-    await until(lambda: not start_ticks(first), 5.0, "its end")
+    await until(lambda: not start_ticks(first), what="its end")
     with pytest.raises(ArenaError, match="no answer"):
         ask_status(memory.socket)
     assert await memory.ensure()

@@ -18,6 +18,7 @@ import pytest
 from belayer.gpu import wire
 from belayer.gpu.errors import ArenaError, ArenaRefusedError, LeaseHeldError, TornWeightsError
 from belayer.gpu.memory_client import MemoryClient
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +49,7 @@ class Child:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(DEADLINE_S)
 
     def close(self) -> None:
         self.kill()
@@ -84,7 +85,7 @@ def serving(tmp_path: Path, hang_s: float, update_s: float) -> Iterator[Path]:
         assert line.readline() == b"ready\n"
     yield socket_path
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(DEADLINE_S) == 0
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def status(server: Path) -> wire.Status:
 
 
 def promote(server: Path, incarnation: str, *, kill_old: bool = False, early: bool = False) -> wire.Facts:
-    return ask(server, wire.Promote(incarnation, kill_old, True, early, 20.0))
+    return ask(server, wire.Promote(incarnation, kill_old, True, early, DEADLINE_S))
 
 
 def a_main(server: Path, start: Callable[[], Child], name: str = "a") -> Child:
@@ -128,7 +129,7 @@ def a_shadow(server: Path, start: Callable[[], Child], name: str = "b") -> Child
         client.tell(wire.Arm(name))
         assert child.do("order") == {"order": "ArmNow"}
         child.do("armed")
-        client.receive(20.0)
+        client.receive(DEADLINE_S)
     assert child.do("order") == {"order": "Follow"}
     return child
 
@@ -164,7 +165,7 @@ def test_a_main_loads_whole_weights_anew_only_when_nobody_holds_the_memory(
     with MemoryClient.connect(server, "host", "control")[0] as client:
         client.ask(wire.Watch(), wire.Facts)
         main.kill()
-        assert [client.receive(20.0)[0].kind for _ in range(2)] == ["dying", "dead"]
+        assert [client.receive(DEADLINE_S)[0].kind for _ in range(2)] == ["dying", "dead"]
     assert second.do("open_weights", "a", True)
     assert status(server).weights == wire.Weights("writing", 0, "c")
     assert second.do("commit", 4) is False
@@ -191,7 +192,9 @@ def test_a_second_main_is_refused_while_the_first_lives(server: Path, start: Cal
         client.ask(wire.Watch(), wire.Facts)
         main.kill()
         kinds = [
-            event.kind for event in (client.receive(20.0)[0] for _ in range(2)) if isinstance(event, wire.EngineEvent)
+            event.kind
+            for event in (client.receive(DEADLINE_S)[0] for _ in range(2))
+            if isinstance(event, wire.EngineEvent)
         ]
     assert kinds == ["dying", "dead"]
     assert second.do("open_arena") == 2
@@ -205,7 +208,7 @@ def test_a_handover_waits_for_the_death_and_shows_what_was_proven(server: Path, 
         promote(server, "b")
     with MemoryClient.connect(server, "host", "control")[0] as client:
         main.kill()
-        client.tell(wire.Promote("b", True, True, False, 20.0))  # the server may not have seen the death yet
+        client.tell(wire.Promote("b", True, True, False, DEADLINE_S))  # the server may not have seen the death yet
         granted = shadow.do("order")
         assert granted["order"] == "Granted" and not granted["quarantined"] and not granted["follow"]
         assert granted["epoch"] == 2 and granted["last_epoch"] == 1 and granted["adopt"]
@@ -217,7 +220,7 @@ def test_a_handover_waits_for_the_death_and_shows_what_was_proven(server: Path, 
             assert shadow.do("order") == {"order": "Released", "writable": True}
         shadow.do("write_kv", "kv of b")
         shadow.do("serve", 2)
-        answer, _ = client.receive(20.0)
+        answer, _ = client.receive(DEADLINE_S)
     assert isinstance(answer, wire.Facts) and answer.facts["rows"] == 4
     assert status(server).holder == "b"
 
@@ -228,28 +231,28 @@ def test_a_stopped_main_is_killed_before_anyone_else_may_write(server: Path, sta
     with pytest.raises(LeaseHeldError):
         promote(server, "b")
     with MemoryClient.connect(server, "host", "control")[0] as client:
-        client.tell(wire.Promote("b", True, True, False, 20.0))
+        client.tell(wire.Promote("b", True, True, False, DEADLINE_S))
         granted = shadow.do("order")
         assert granted["epoch"] == 2
         if not granted["writable"]:
             shadow.do("order")
-        assert main.process.wait(30) == -signal.SIGKILL
+        assert main.process.wait(DEADLINE_S) == -signal.SIGKILL
         shadow.do("serve", 2)
-        client.receive(20.0)
+        client.receive(DEADLINE_S)
 
 
 def test_an_early_grant_is_quarantined_until_the_death_is_proved(server: Path, start: Callable[[], Child]) -> None:
     main, shadow = a_main(server, start), a_shadow(server, start)
     with MemoryClient.connect(server, "host", "control")[0] as client:
-        client.tell(wire.Promote("b", True, True, True, 20.0))
+        client.tell(wire.Promote("b", True, True, True, DEADLINE_S))
         granted = shadow.do("order")
         assert granted["order"] == "Granted" and granted["epoch"] == 2 and granted["writable"]
         shadow.do("write_kv", "kv of b")
         shadow.do("serve", 2)
-        client.receive(20.0)
+        client.receive(DEADLINE_S)
     if granted["quarantined"]:
         assert shadow.do("order") == {"order": "Released", "writable": False}
-    assert main.process.wait(30) == -signal.SIGKILL
+    assert main.process.wait(DEADLINE_S) == -signal.SIGKILL
 
 
 def test_a_second_shadow_adopts_from_the_first_one(server: Path, start: Callable[[], Child]) -> None:
@@ -258,14 +261,14 @@ def test_a_second_shadow_adopts_from_the_first_one(server: Path, start: Callable
         dead.do("ledger_write", 0, [epoch, 7, 8])
         dead.kill()
         with MemoryClient.connect(server, "host", "control")[0] as client:
-            client.tell(wire.Promote(name, True, True, False, 20.0))
+            client.tell(wire.Promote(name, True, True, False, DEADLINE_S))
             while (order := next_one.do("order"))["order"] != "Granted":
                 assert order == {"order": "Follow"}  # the first one's books, mapped ahead if there was time
             if not order["writable"]:
                 next_one.do("order")
             assert next_one.do("last_proven", epoch - 1) == {"0": [epoch, 7]}
             next_one.do("serve", epoch)
-            client.receive(20.0)
+            client.receive(DEADLINE_S)
 
 
 def test_weights_whose_writer_died_are_torn_and_never_served(server: Path, start: Callable[[], Child]) -> None:
@@ -299,17 +302,17 @@ def test_who_watches_the_weights_hears_of_each_version_once_it_is_whole(
     shadow = a_shadow(server, start)
     with MemoryClient.connect(server, "host", "control")[0] as client:
         client.ask(wire.WatchWeights(), wire.Facts)
-        assert client.receive(10.0)[0] == wire.WeightsEvent(0)
+        assert client.receive(DEADLINE_S)[0] == wire.WeightsEvent(0)
         assert main.do("begin", 7)
         assert status(server).weights.state == "writing" and client.event() is None
         assert main.do("commit", 7) is False
-        assert client.receive(10.0)[0] == wire.WeightsEvent(7)
+        assert client.receive(DEADLINE_S)[0] == wire.WeightsEvent(7)
         assert client.event() is None
     with MemoryClient.connect(server, "host", "control")[0] as client:
-        client.tell(wire.Promote("b", True, True, False, 20.0))
+        client.tell(wire.Promote("b", True, True, False, DEADLINE_S))
         assert shadow.do("order")["weights_version"] == 7
         shadow.do("serve", 2)
-        answer, _ = client.receive(20.0)
+        answer, _ = client.receive(DEADLINE_S)
     assert isinstance(answer, wire.Facts) and answer.facts[wire.WEIGHT_VERSION] == 7
     assert promote(server, "b").facts[wire.WEIGHT_VERSION] == 7, "asked again"
 
@@ -338,7 +341,7 @@ async def test_silence_is_a_hang_once_the_engine_is_warm_and_long_work_is_none(
         with pytest.raises(ArenaError, match="silent"):
             await asyncio.to_thread(client.receive, 1.5)  # three times the hang limit, and no alarm
         main.process.send_signal(signal.SIGSTOP)  # a stopped process makes no progress, whatever it was doing
-        events = [(await asyncio.to_thread(client.receive, 20.0))[0] for _ in range(3)]
+        events = [(await asyncio.to_thread(client.receive, DEADLINE_S))[0] for _ in range(3)]
     kinds = [event.kind for event in events if isinstance(event, wire.EngineEvent)]
     assert kinds == ["hung", "dying", "dead"]
 
@@ -352,10 +355,10 @@ async def test_a_weight_update_that_never_ends_is_a_hang_and_leaves_torn_weights
         main.do("begin", 7)
         main.do("update_call", True)  # and its trainer dies
         await asyncio.to_thread(ask, server, wire.Arm("a"))
-        event = (await asyncio.to_thread(client.receive, 20.0))[0]
+        event = (await asyncio.to_thread(client.receive, DEADLINE_S))[0]
         assert isinstance(event, wire.EngineEvent) and event.kind == "hung"
         assert "in a weight update, 1.5 s allowed" in event.evidence
-        events = [(await asyncio.to_thread(client.receive, 20.0))[0] for _ in range(2)]
+        events = [(await asyncio.to_thread(client.receive, DEADLINE_S))[0] for _ in range(2)]
     assert [event.kind for event in events if isinstance(event, wire.EngineEvent)] == ["dying", "dead"]
     assert status(server).weights == wire.Weights("torn", 7, "a")
 
@@ -391,7 +394,7 @@ def test_a_trainer_that_is_gone_between_two_calls_is_noticed_and_leaves_torn_wei
 def test_what_is_no_message_is_refused(server: Path) -> None:
     with MemoryClient.connect(server, "host", "control")[0] as client:
         client._connection.send(b'{"type": "Nonsense"}')
-        answer, _ = client.receive(20.0)
+        answer, _ = client.receive(DEADLINE_S)
     assert isinstance(answer, wire.Refused)
     with pytest.raises(ArenaRefusedError, match="not a message"):
         wire.raise_refused(answer)

@@ -18,6 +18,7 @@ from belayer.gpu.plugin.link import Link
 from belayer.gpu.plugin.ranks import Ranks
 from belayer.gpu.plugin.weights import Weights
 from tests.gpu.lessee import Lessee
+from tests.waiting import DEADLINE_S
 
 
 class Mapper:
@@ -95,7 +96,7 @@ def trained(tmp_path: Path) -> Iterator[Trained]:
     ready = threading.Event()
     thread = threading.Thread(target=server.serve, args=(ready.set,))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(DEADLINE_S)
     lessee = Lessee()
     lessee.connect(str(path), "main", "main")
     lessee.open_weights()

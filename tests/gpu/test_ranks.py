@@ -16,6 +16,7 @@ from belayer.gpu.memory_process import MemoryProcess
 from belayer.gpu.memory_ranks import MemoryRanks, tensor_parallel_size
 from belayer.gpu.plugin.ranks import TAIL_TOKENS, Claim, agree
 from tests.gpu.test_memory_server import Child, a_main
+from tests.waiting import DEADLINE_S
 
 TOKENS = list(range(100, 160))
 
@@ -81,7 +82,10 @@ async def test_an_engine_is_dying_with_its_first_rank_and_dead_with_its_last(tmp
     for rank, child in enumerate(ranks):
         a_main(memory.of_rank(rank).socket, lambda child=child: child)
     watching = asyncio.Event()
-    async with asyncio.timeout(20), contextlib.aclosing(MemoryRanks(memory.socket, 2).events(watching)) as events:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        contextlib.aclosing(MemoryRanks(memory.socket, 2).events(watching)) as events,
+    ):
         first = asyncio.ensure_future(anext(events))
         await watching.wait()
         ranks[1].kill()

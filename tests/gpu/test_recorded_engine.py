@@ -22,6 +22,7 @@ from belayer.gpu.recorded_prefix import ASSISTANT, END, TOOL, USER, TokenRecordi
 from belayer.journal.events import WorkerRegistered
 from belayer.processes import is_alive, start_ticks
 from belayer.projections.worker import EngineState
+from tests.waiting import DEADLINE_S, within
 
 PROMPT = [USER, 1, 2, END, ASSISTANT]
 RECORDING = TokenRecording("long", PROMPT, [[*range(272, 472), END], [3, END]])
@@ -154,7 +155,7 @@ def owner() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sleep", "60"])
     yield process
     process.kill()
-    process.wait(timeout=10)
+    process.wait(timeout=DEADLINE_S)
 
 
 async def test_an_engine_ends_with_its_owner(folder: Path, owner: subprocess.Popen[bytes]) -> None:
@@ -166,7 +167,7 @@ async def test_an_engine_ends_with_its_owner(folder: Path, owner: subprocess.Pop
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(True))
-        assert await asyncio.wait_for(ended, 10)
+        assert await within(ended)
         loop.remove_reader(pidfd)
         assert start_ticks(engine.pid) == 0
     finally:
@@ -186,9 +187,13 @@ def test_bad_options_are_one_line_and_exit_code_2(folder: Path) -> None:
     with subprocess.Popen([*command], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         port = msgspec.json.decode(other.stdout.readline())["address"].rpartition(":")[2]
-        taken = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=60, check=False)
+        taken = subprocess.run(
+            [*command, "--port", port], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
         other.kill()
     assert taken.returncode == 2
     assert f"port {port}" in taken.stderr and taken.stderr.count("\n") == 1
-    slow = subprocess.run([*command, "--tokens-per-s", "0"], capture_output=True, text=True, timeout=60, check=False)
+    slow = subprocess.run(
+        [*command, "--tokens-per-s", "0"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert slow.returncode == 2 and "above 0" in slow.stderr

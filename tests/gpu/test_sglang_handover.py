@@ -8,6 +8,7 @@ import signal
 from belayer.gpu import wire
 from belayer.gpu.memory_client import MemoryClient
 from tests.gpu.sglang_cell import MARKS, PROMPTS, TOKENS, Cell, ask, run_through_a_failure
+from tests.waiting import DEADLINE_S, within
 
 pytestmark = MARKS
 
@@ -24,13 +25,13 @@ async def test_taken_over_while_the_dead_engine_writes_on_the_tokens_are_the_sam
         await asyncio.wait(streams, timeout=0.01)
     alive, rounds = cell.folder / cell.main.incarnation, cell.folder / f"{cell.main.incarnation}.rounds"
     alive.touch()
-    assert (await asyncio.wait_for(first_event, 30)).kind == "dying"
+    assert (await within(first_event)).kind == "dying"
     for stream in streams:
         stream.cancel()
     await asyncio.wait(streams, timeout=30)
     old, cell.main = cell.main, cell.shadows.pop(0)
     with MemoryClient.connect(cell.folder / "memory.sock", "test", "control")[0] as client:
-        promote = wire.Promote(cell.main.incarnation, False, True, True, 30.0)
+        promote = wire.Promote(cell.main.incarnation, False, True, True, DEADLINE_S)
         facts = (await asyncio.to_thread(client.ask, promote, wire.Facts))[0].facts
     assert facts["early"] and facts["adopted_requests"] == len(PROMPTS)
     written = int(rounds.read_text())
@@ -40,7 +41,7 @@ async def test_taken_over_while_the_dead_engine_writes_on_the_tokens_are_the_sam
     assert [len(part) for part in parts] == some
     assert int(rounds.read_text()) > written, "the dead engine wrote nothing in the meantime"
     alive.unlink()
-    assert (await asyncio.wait_for(anext(events), 30)).kind == "dead"
+    assert (await within(anext(events))).kind == "dead"
     await events.aclose()
     await cell.host.kill(old)
     await asyncio.gather(*(ask(cell, f"z{n}s", PROMPTS[n], parts[n]) for n in numbers))

@@ -12,6 +12,7 @@ from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.incarnation import meant
 from belayer.gpu.protocol import Sampling
 from tests.gpu.sglang_cell import MARKS, PROMPTS, Cell
+from tests.waiting import DEADLINE_S
 
 pytestmark = MARKS
 
@@ -28,4 +29,4 @@ async def test_a_request_for_another_incarnation_is_refused(cell: Cell) -> None:
             async with session.get(f"{here.address}/v1/loads", headers=headers) as response:
                 assert response.status == status, headers
     assert not await cell.host.until_idle(replace(here, incarnation="gone"), 1.0), "another's load is not its load"
-    assert await cell.host.until_idle(here, 20.0)
+    assert await cell.host.until_idle(here, DEADLINE_S)

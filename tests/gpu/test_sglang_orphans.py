@@ -50,10 +50,10 @@ async def test_an_engine_that_dies_while_it_starts_leaves_no_scheduler(tmp_path:
     engine = started(command, settings, ready_write, tmp_path / "log")
     os.close(ready_write)
     try:
-        spawned = await until(lambda: loading(engine.pid), 120.0, "the engine spawns its scheduler")
+        spawned = await until(lambda: loading(engine.pid), what="the engine spawns its scheduler")
         os.kill(engine.pid, signal.SIGKILL)
         engine.wait()
-        await until(lambda: not any(is_alive(*child) for child in spawned.items()), 60.0, "they have ended with it")
+        await until(lambda: not any(is_alive(*child) for child in spawned.items()), what="they have ended with it")
     finally:
         engine.kill()
         engine.wait()

@@ -12,6 +12,7 @@ import pytest_asyncio
 from belayer.processes import start_ticks, wait_exit
 from tests.gpu import sglang_cell
 from tests.gpu.sglang_cell import MARKS, PROMPTS, Cell, run_through_a_failure
+from tests.waiting import within
 
 pytestmark = MARKS
 
@@ -30,7 +31,7 @@ async def test_a_rank_dies_the_other_is_ended_and_the_tokens_are_the_same(pair: 
     pair.host.early = True
     tokens, kinds = await run_through_a_failure(pair, "r", signal.SIGKILL, rank=1)
     assert kinds == ["dying"]
-    await asyncio.wait_for(asyncio.gather(*(wait_exit(*process) for process in processes)), 30)
+    await within(asyncio.gather(*(wait_exit(*process) for process in processes)))
     assert [status.holder for status in await pair.host.statuses()] == [pair.main.incarnation] * 2
     assert pair.host.facts[pair.main.incarnation]["adopted_requests"] == len(PROMPTS)
     assert tokens == pair.undisturbed

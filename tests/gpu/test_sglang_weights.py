@@ -19,6 +19,7 @@ from belayer.gpu.errors import TornWeightsError
 from belayer.gpu.memory_client import MemoryClient
 from belayer.gpu.protocol import Sampling
 from tests.gpu.sglang_cell import ENVIRONMENT, MARKS, PROMPTS, PYTHON, ROOT, TOKENS, Cell, run_through_a_failure
+from tests.waiting import within
 
 pytestmark = MARKS
 
@@ -45,7 +46,7 @@ async def trainer() -> AsyncIterator[asyncio.subprocess.Process]:
 async def send(sender: asyncio.subprocess.Process, cell: Cell, arguments: str) -> dict[str, Any]:
     assert sender.stdin is not None and sender.stdout is not None
     sender.stdin.write(f"{cell.main.address} {arguments}\n".encode())
-    return json.loads(await asyncio.wait_for(sender.stdout.readline(), 60))
+    return json.loads(await within(sender.stdout.readline()))
 
 
 async def post(cell: Cell, path: str, body: dict[str, Any]) -> None:
@@ -132,9 +133,9 @@ async def test_half_an_update_is_torn_and_never_served(cell: Cell) -> None:
     status = await cell.host.status()
     assert status.weights == wire.Weights("writing", 13, cell.main.incarnation)
     os.kill(next(engine.pid for engine in status.engines if engine.holds_arena), signal.SIGKILL)
-    kinds = [(await asyncio.wait_for(first_event, 30)).kind]
+    kinds = [(await within(first_event)).kind]
     while kinds[-1] != "dead":
-        kinds.append((await asyncio.wait_for(anext(events), 30)).kind)
+        kinds.append((await within(anext(events))).kind)
     await events.aclose()
     assert (await cell.host.status()).weights == wire.Weights("torn", 13, cell.main.incarnation)
     client, _ = MemoryClient.connect(cell.folder / "memory.sock", "standby", "shadow")

@@ -40,7 +40,7 @@ from belayer.projections.worker import WorkerState
 from tests.actors.model import ModelHost
 from tests.command_lines import command_lines
 from tests.gpu.sglang_faults import PREFILL_S, write_plugin
-from tests.waiting import until
+from tests.waiting import until, within
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 400
@@ -91,7 +91,7 @@ class Cell:
                         return recorded
             return None
 
-        recorded = await until(there, 60.0, f"{kind.__name__} of {incarnation}")
+        recorded = await until(there, what=f"{kind.__name__} of {incarnation}")
         assert recorded is not None
         return recorded
 
@@ -165,10 +165,10 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
     assert state.serving is not None and state.shadow is not None
     parts: list[list[int]] = [[] for _ in PROMPTS]
     streams = [asyncio.create_task(cell.ask(f"{tag}{n}", PROMPTS[n], parts[n])) for n in range(len(PROMPTS))]
-    await until(lambda: all(len(part) > 20 for part in parts), 60.0, "some tokens of each stream")
+    await until(lambda: all(len(part) > 20 for part in parts), what="some tokens of each stream")
     if isinstance(strike, str):
         (cell.faults / strike).touch()
-        await until(lambda: not (cell.faults / strike).exists(), 10.0, "the step that fails")
+        await until(lambda: not (cell.faults / strike).exists(), what="the step that fails")
     else:
         status = await cell.host.status()
         os.kill(next(engine.pid for engine in status.engines if engine.holds_arena), strike)
@@ -181,7 +181,7 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
     phases = list(handover.phases_s)
     assert phases[:2] == ["fence", "prove"] and {"map", "adopt"} <= set(phases) and phases[-1] == "serve"
     assert handover.adopted_tokens > 0 and sum(handover.phases_s.values()) <= handover.handover_s + 0.01
-    await asyncio.wait_for(asyncio.gather(*streams), 60)
+    await within(asyncio.gather(*streams))
     assert parts == cell.undisturbed
     return failed.event, (failed.time_ns - struck_ns) / 1e9
 
@@ -238,9 +238,9 @@ async def test_new_weights_are_known_to_the_journal_and_so_are_the_next_mains(ce
     url = f"{state.serving.registered.address}/update_weights_from_tensor"
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
         assert response.status == 200, await response.text()
-    assert await until(serving_7, 10.0, "the version in the journal") == state.main
+    assert await until(serving_7, what="the version in the journal") == state.main
     await fail_in_mid_stream(cell, "seven-", signal.SIGKILL)
-    assert await until(serving_7, 10.0, "the version of the next main") != state.main
+    assert await until(serving_7, what="the version of the next main") != state.main
 
 
 async def test_without_its_memory_server_a_main_serves_on_and_is_replaced_when_idle(cell: Cell) -> None:
@@ -248,11 +248,11 @@ async def test_without_its_memory_server_a_main_serves_on_and_is_replaced_when_i
     assert state.shadow is not None
     tokens: list[int] = []
     stream = asyncio.create_task(cell.ask("m", PROMPTS[0], tokens))
-    await until(lambda: len(tokens) > 20, 60.0, "some tokens")
+    await until(lambda: len(tokens) > 20, what="some tokens")
     before = _server_pid(cell)
     os.kill(before, signal.SIGKILL)
     await cell.event(FailureDetected, state.shadow.registered.incarnation)
-    await asyncio.wait_for(stream, 60)
+    await within(stream)
     assert tokens == cell.undisturbed[0], "the stream was not broken"
     failed = (await cell.event(FailureDetected, state.main)).event
     assert isinstance(failed, FailureDetected) and "replaced while idle" in failed.evidence

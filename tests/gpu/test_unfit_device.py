@@ -24,7 +24,7 @@ from belayer.journal.writer import Reader, take_over
 from belayer.processes import host_name, start_ticks
 from tests.actors.model import ModelHost
 from tests.gpu.test_memory_server import Child, a_main
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until, within
 
 ADDRESS = "http://127.0.0.1:9"
 
@@ -49,13 +49,13 @@ async def site(tmp_path: Path) -> AsyncIterator[tuple[Path, Health, Child]]:
     thread = threading.Thread(target=server.serve, args=(ready.set,))
     thread.start()
     try:
-        assert ready.wait(20.0)
+        assert ready.wait(DEADLINE_S)
         await asyncio.to_thread(a_main, socket, lambda: child, "w-e1")
         yield socket, health, child
     finally:
         child.close()
         server.stop()
-        thread.join(20.0)
+        thread.join(DEADLINE_S)
 
 
 async def test_an_error_under_a_running_main_excludes_its_worker(site: tuple[Path, Health, Child]) -> None:
@@ -80,7 +80,7 @@ async def test_an_error_under_a_running_main_excludes_its_worker(site: tuple[Pat
         await until(lambda: health.asked > asked + 2, what="a look at the health without anybody's request")
         assert (await look(store, "w")).serving is not None
         health.evidence = ["XID 79"]
-        await until(lambda: child.process.poll() is not None, 20.0, "the end of the main")
+        await until(lambda: child.process.poll() is not None, what="the end of the main")
     finally:
         for task in running:
             task.cancel()
@@ -109,7 +109,7 @@ async def test_who_begins_to_watch_later_is_told_and_one_silence_alone_is_no_evi
 
     await until(unhealthy, what="the evidence in the server's status")
     events = host.events()
-    event = await asyncio.wait_for(anext(events), 20.0)
+    event = await within(anext(events))
     await events.aclose()
     assert (event.kind, event.incarnation) == ("unfit", "w-e1") and "ECC" in event.evidence
     assert child.process.poll() is None, "it is not the memory server that ends it"

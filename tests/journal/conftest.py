@@ -18,6 +18,7 @@ from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.memory_store import MemoryStore
 from tests.journal import acl
 from tests.journal.topologies import Cluster, Sentineled, cluster, sentineled
+from tests.waiting import DEADLINE_S
 
 T = TypeVar("T")
 
@@ -77,6 +78,6 @@ async def store(request: pytest.FixtureRequest, namespace: str):
             url, options = request.getfixturevalue("redis_url"), {"shards": 3}
         case _:
             url, options = request.getfixturevalue("redis_url"), {}
-    store = await open_store(url, namespace=namespace, timeout_s=10.0, **options)
+    store = await open_store(url, namespace=namespace, timeout_s=DEADLINE_S, **options)
     yield store
     await store.close()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from belayer import ids
+from belayer.errors import JournalUnavailableError
 from belayer.ids import StreamId
 from belayer.journal.codec import Recorded
 from belayer.journal.connect import open_store
@@ -22,24 +25,19 @@ from belayer.journal.route import parse_routes
 from belayer.journal.server import Server
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import StreamWriter, read_events, take_over
+from tests.ports import free_port as free_port
+from tests.waiting import DEADLINE_S, until
 
 T = ids.trajectory("t")
 
 
 async def command(url: str, *parts: str) -> Any:
     """One command to the server, as an operator would type it."""
-    server = Server(parse_routes(url).of(b""), 10.0)
+    server = Server(parse_routes(url).of(b""), DEADLINE_S)
     try:
         return await server.ask(*parts)
     finally:
         server.close()
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def raw(url: str, request: bytes) -> bytes:
@@ -53,8 +51,33 @@ async def raw(url: str, request: bytes) -> bytes:
 
 
 async def opened(url: str, **options: Any) -> RedisStore:
-    """The journal at the URL, with a shorter deadline than usual."""
-    return await open_store(url, **{"timeout_s": 10.0, **options})
+    """The journal at the URL, with a deadline that matters only when a test fails."""
+    return await open_store(url, **{"timeout_s": DEADLINE_S, **options})
+
+
+@contextlib.contextmanager
+def hurried(store: RedisStore, timeout_s: float) -> Iterator[None]:
+    """Meanwhile the store's calls end after so long. Opening it, and whatever must succeed, is not meant to."""
+    limited = [(lane, "_timeout_s") for lane in store._lanes] + [(server, "timeout_s") for server in store._servers]
+    before = [getattr(*one) for one in limited]
+    for one in limited:
+        setattr(*one, timeout_s)
+    try:
+        yield
+    finally:
+        for one, value in zip(limited, before, strict=True):
+            setattr(*one, value)
+
+
+async def said_in_the_end(call: Callable[[], Awaitable[object]], cause: str) -> None:
+    """The call fails for want of the journal until it says this cause: on a busy machine a late reply is one too."""
+
+    async def said() -> bool:
+        with pytest.raises(JournalUnavailableError) as caught:
+            await call()
+        return re.search(cause, str(caught.value)) is not None
+
+    await until(said, what=f"an error that says {cause}")
 
 
 async def written(store: JournalStore, stream: StreamId = T, count: int = 3) -> StreamWriter:

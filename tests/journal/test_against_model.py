@@ -27,6 +27,7 @@ from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader
 from tests.journal.faults import Proxy
+from tests.waiting import DEADLINE_S, within
 
 STREAMS = [ids.trajectory("a"), ids.trajectory("b"), ids.sandbox("a")]
 streams = st.sampled_from(STREAMS)
@@ -81,7 +82,7 @@ class Comparison(RuleBasedStateMachine):
         self.proxy = Proxy(Path(self.folder.name), self.server.url)
         self.proxying = self.proxy.running()
         await self.proxying.__aenter__()
-        self.redis: JournalStore = await open_store(self.proxy.url, timeout_s=20.0)
+        self.redis: JournalStore = await open_store(self.proxy.url, timeout_s=DEADLINE_S)
 
     def teardown(self) -> None:
         if hasattr(self, "loop"):
@@ -96,7 +97,7 @@ class Comparison(RuleBasedStateMachine):
         await self.server.stop()
 
     def run(self, work: Awaitable[Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30.0))
+        return self.loop.run_until_complete(within(work))
 
     def both(self, call: Callable[[JournalStore], Awaitable[Any]], fault: int = 0, word: bytes = b"") -> Any:
         """The outcome of the call, the same on both stores."""

@@ -17,14 +17,17 @@ from belayer.journal.redis_store import RedisStore
 from belayer.journal.writer import StreamWriter, take_over
 from tests.journal.faults import T, command, generation, opened, paused, stored, written
 from tests.journal.topologies import Cluster, ClusterNode, SlotMove, cluster, detached
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 
 @pytest.fixture
 async def replicated(tmp_path: Path) -> AsyncIterator[Cluster]:
-    """A cluster that a test may break: three primaries with a replica each."""
-    quick = {"repl-diskless-sync-delay": "0"}
-    async with cluster(tmp_path / "c", replicas_each=1, settings=quick) as made:
+    """A cluster that a test may break: three primaries with a replica each. It fails over when it is told to.
+
+    By itself it would do so also when the machine is busy and a node is late.
+    """
+    settings = {"repl-diskless-sync-delay": "0", "cluster-node-timeout": "600000"}
+    async with cluster(tmp_path / "c", replicas_each=1, settings=settings) as made:
         yield made
 
 
@@ -48,7 +51,7 @@ async def test_half_a_slot_is_written_and_read_on_both_sides(shared_cluster: Clu
     assert await asyncio.gather(moved.append(generation(7)), stays.append(generation(7))) == [5, 5]
     assert await moved.append(generation(8)) == 6
     assert len(await stored(store, T)) == 6 and len(await stored(store, stays.stream)) == 5
-    growing = asyncio.create_task(store.wait(T, 6, 10.0))
+    growing = asyncio.create_task(store.wait(T, 6, DEADLINE_S))
     assert await moved.append(generation(9)) == 7
     assert await growing
     rival = StreamWriter(store, T, 1, 3, bytes(16))
@@ -64,7 +67,7 @@ async def test_half_a_slot_is_written_and_read_on_both_sides(shared_cluster: Clu
     assert len(await stored(store, T)) == 8
     assert len(await store.streams()) == 3
     async with store.subscribe("g", "c") as notices:
-        notice = await notices.next(5.0)
+        notice = await notices.next(DEADLINE_S)
         assert notice is not None and notice.stream == T
     await store.close()
 
@@ -116,7 +119,7 @@ async def test_slots_that_move_under_load_lose_and_double_nothing(shared_cluster
 async def test_a_subscription_goes_on_while_its_control_stream_moves(shared_cluster: Cluster, namespace: str) -> None:
     store = await opened(shared_cluster.url, namespace=namespace, shards=2)
     async with store.subscribe("g", "c") as notices:
-        waiting = asyncio.create_task(notices.next(20.0))
+        waiting = asyncio.create_task(notices.next(DEADLINE_S))
         for shard in range(2):
             move = await move_of(shared_cluster, namespace, shard)
             await move.begin()
@@ -148,6 +151,7 @@ async def test_a_failover_that_rolls_back_acknowledged_events_is_found_and_made_
     await until(lambda: has_streams(replica, 3), what="the replica")
     async with detached(primary, replica):
         assert [await w.append(generation(7)) for w in (writer, other, finished)] == [5, 5, 5]
+    await command(replica.url, "CLUSTER", "FAILOVER", "TAKEOVER")
     assert await writer.append(generation(8)) == 6
     with pytest.raises(WrongSequenceError) as caught:
         await other.append(generation(8))
@@ -175,6 +179,7 @@ async def test_a_paused_primary_that_wakes_after_its_failover_does_not_let_an_ol
     await until(lambda: has_streams(replica, 1), what="the replica")
     with paused(primary.pid):
         late = asyncio.create_task(old.append(generation(9)))
+        await command(replica.url, "CLUSTER", "FAILOVER", "TAKEOVER")
         await until(lambda: all_name(replicated, replica, but=primary), what="the failover")
         new_store = await opened(replicated.url)
         successor, history = await take_over(new_store, T, "b")

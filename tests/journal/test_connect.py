@@ -13,8 +13,9 @@ from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.route import parse_routes
 from belayer.journal.writer import take_over
-from tests.journal.faults import command, free_port, stored, written
+from tests.journal.faults import command, stored, written
 from tests.journal.topologies import Cluster, Sentineled
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from belayer.errors import InputError
 from belayer.journal import embedded
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer, ServerStartError, shipped_server
-from tests.journal.faults import command, free_port, stored, written
-from tests.waiting import until
+from tests.command_lines import command_lines
+from tests.journal.faults import command, stored, written
+from tests.ports import free_port
+from tests.waiting import DEADLINE_S, until, within
 
 OWNER = textwrap.dedent(
     """
@@ -60,23 +62,23 @@ async def test_the_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     async with owner(tmp_path / "r") as (process, server, supervisor):
         assert processes.is_alive(*server)
         process.kill()
-        await asyncio.wait_for(processes.wait_exit(*server), 10.0)
-        await asyncio.wait_for(processes.wait_exit(*supervisor), 10.0)
+        await within(processes.wait_exit(*server))
+        await within(processes.wait_exit(*supervisor))
         assert (tmp_path / "r" / "appendonlydir").is_dir()
 
 
 async def test_a_temporary_folder_goes_with_its_owner(tmp_path: Path) -> None:
     async with owner(tmp_path / "r", "remove") as (process, server, supervisor):
         process.kill()
-        await asyncio.wait_for(processes.wait_exit(*supervisor), 10.0)
-        assert not processes.is_alive(*server)
+        await within(processes.wait_exit(*supervisor))
+        await within(processes.wait_exit(*server))
         assert not (tmp_path / "r").exists()
 
 
 async def test_the_server_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
     async with owner(tmp_path / "r") as (_, server, supervisor):
         os.kill(supervisor[0], signal.SIGKILL)
-        await asyncio.wait_for(processes.wait_exit(*server), 10.0)
+        await within(processes.wait_exit(*server))
 
 
 async def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ async def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) 
 async def test_what_was_written_is_there_after_kill_and_restart(tmp_path: Path, executable: Path | None) -> None:
     settings = {"appendfsync": "always"}
     async with EmbeddedServer(tmp_path / "r", executable=executable, settings=settings) as server:
-        store = await open_store(server.url, timeout_s=10.0)
+        store = await open_store(server.url, timeout_s=DEADLINE_S)
         await written(store)
         first = server.pid
         await server.kill()
@@ -99,7 +101,7 @@ async def test_what_was_written_is_there_after_kill_and_restart(tmp_path: Path, 
         assert len(await stored(store)) == 4
         await store.close()
     async with EmbeddedServer(tmp_path / "r", executable=executable) as server:
-        store = await open_store(server.url, timeout_s=10.0)
+        store = await open_store(server.url, timeout_s=DEADLINE_S)
         assert len(await stored(store)) == 4
         await store.close()
 
@@ -121,17 +123,7 @@ async def test_a_start_that_is_given_up_leaves_no_server(tmp_path: Path) -> None
         with contextlib.suppress(asyncio.CancelledError):
             await starting
             await server.stop()
-        found = [command for command in process_commands() if str(tmp_path).encode() in command]
-        assert not found
-
-
-def process_commands() -> list[bytes]:
-    """The command lines of all processes."""
-    commands: list[bytes] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            commands.append(path.read_bytes())
-    return commands
+        await until(lambda: not any(str(tmp_path) in " ".join(words) for _, words in command_lines()), what="its end")
 
 
 async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -182,6 +174,6 @@ async def test_a_new_replica_that_writes_its_first_file_stops_soon(tmp_path: Pat
             await command(primary.url, "SET", f"key-{number}", "x" * 200_000)
         await command(replica.url, "REPLICAOF", "127.0.0.1", str(primary.port))
         await until(lambda: b"Finished with success" in replica.log.read_bytes(), what="the replica")
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(DEADLINE_S):
             await replica.stop()
     assert b"bye bye" in replica.log.read_bytes()

@@ -15,7 +15,7 @@ from belayer.journal.batching import GROUPS
 from belayer.journal.embedded import EmbeddedServer, shipped_server
 from belayer.journal.writer import StreamWriter, take_over
 from tests.journal.faults import Proxy, T, command, generation, lose_the_last_entry, opened, stored, written
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ async def test_a_noticed_append_whose_reply_was_lost_has_its_notice(proxy: Proxy
     proxy.lose_reply(b"XADD")
     await writer.append(TrajectoryFinished("done"))
     async with store.subscribe("g", "c") as notices:
-        notice = await notices.next(5.0)
+        notice = await notices.next(DEADLINE_S)
         assert notice is not None and notice.tag == "trajectory-finished"
         assert await notices.next(0.01) is None
     await store.close()
@@ -272,7 +272,12 @@ async def test_a_takeover_built_on_a_lost_event_is_refused(server: EmbeddedServe
     await store.close()
 
 
-async def test_a_truncated_tail_of_the_file_loses_only_the_tail(server: EmbeddedServer) -> None:
+async def test_a_truncated_tail_of_the_file_loses_only_the_tail(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path / "r", settings={"appendfsync": "always"}) as server:
+        await truncated(server)
+
+
+async def truncated(server: EmbeddedServer) -> None:
     store = await opened(server.url)
     writer = await written(store)
     await server.kill()

@@ -17,7 +17,7 @@ from belayer.journal.events import TrajectoryFinished
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import take_over
 from tests.journal.faults import T, generation, lose_the_last_entry, opened, stored, two_stores, written
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ async def test_whole_streams_with_their_takeovers_and_notices_are_stored_again(
     assert await store.streams() == sorted(streams)
     assert len(await store.losses()) == 300
     async with store.subscribe("g", "c") as notices:
-        notice = await notices.next(5.0)
+        notice = await notices.next(DEADLINE_S)
         assert notice is not None and notice.tag == "trajectory-finished"
     await store.close()
 

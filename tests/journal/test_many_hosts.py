@@ -24,7 +24,8 @@ from belayer.journal.writer import take_over
 from tests.journal import actor_host
 from tests.journal.faults import stored
 from tests.journal.topologies import cluster
-from tests.waiting import until
+from tests.ports import claimed
+from tests.waiting import DEADLINE_S, until
 
 ROOT = Path(__file__).parents[2]
 HOSTS = 3
@@ -75,9 +76,14 @@ def run(*command: str) -> None:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
+def free_subnet() -> int:
+    """One of 10.213.1.0/24 and so on that no other test of this machine has; see `tests.ports`."""
+    return next(number for number in range(1, 255) if claimed(f"subnet-{number}"))
+
+
 @pytest.fixture
 def network() -> Iterator[Network]:
-    made = Network(f"b{os.urandom(2).hex()}", 1 + os.getpid() % 250)
+    made = Network(f"b{os.urandom(4).hex()}", free_subnet())
     try:
         try:
             made.make()
@@ -113,7 +119,7 @@ async def host(network: Network, number: int, url: str) -> AsyncIterator[Host]:
     made = Host(process)
     listening = asyncio.create_task(made.listen())
     try:
-        await until(lambda: "ready" in made.said, 20.0, f"host {number}")
+        await until(lambda: "ready" in made.said, what=f"host {number}")
         yield made
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -130,7 +136,8 @@ class Work:
         self.names: list[str] = []
         self._unfinished: set[str] = set()
 
-    async def start(self, count: int) -> None:
+    async def start(self, count: int) -> list[str]:
+        """The names of so many new ones."""
         names = [f"t{number}" for number in range(len(self.names), len(self.names) + count)]
         self.names += names
         self._unfinished.update(names)
@@ -140,16 +147,17 @@ class Work:
             await writer.append(TrajectoryStarted("run", "task", b""))
 
         await asyncio.gather(*(start_one(name) for name in names))
+        return names
 
     async def finish(self) -> None:
         """Wait until all are finished, each once."""
-        await until(lambda: self._are_finished(), 30.0, "the end of all trajectories")
+        await until(lambda: self._are_finished(), what="the end of all trajectories")
         for name in self.names:
             assert await self._times_finished(name) == 1
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Start and finish more until the condition holds: quick hosts may leave nothing of a batch to another."""
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 await self.start(20)
                 await self.finish()
@@ -168,22 +176,20 @@ class Work:
 
 async def test_hosts_that_join_leave_die_and_are_cut_off(tmp_path: Path, network: Network) -> None:
     async with cluster(tmp_path / "c", ip=network.ip) as made, contextlib.AsyncExitStack() as hosts:
-        store = await open_store(made.url, timeout_s=20.0)
+        store = await open_store(made.url, timeout_s=DEADLINE_S)
         work = Work(store)
         first = await hosts.enter_async_context(host(network, 0, made.url))
         second = await hosts.enter_async_context(host(network, 1, made.url))
         await work.start(20)
         third = await hosts.enter_async_context(host(network, 2, made.url))
-        await work.until(lambda: len(third.said) > 1)
+        await work.until(lambda: len(second.said) > 1 and len(third.said) > 1)
         network.cut(0)
-        said = len(first.said)
-        await work.start(15)
+        unreachable = set(await work.start(15))
         await work.finish()
-        assert len(second.said) > 1 and len(third.said) > 1
-        assert len(first.said) <= said + actor_host.Finisher.concurrency
+        assert not unreachable & set(first.said)
 
         os.kill(second.process.pid, signal.SIGTERM)
-        await until(lambda: "left" in second.said, 20.0, "the one that leaves")
+        await until(lambda: "left" in second.said, what="the one that leaves")
         network.heal(0)
         before = len(first.said)
         await work.until(lambda: len(first.said) > before)

@@ -28,6 +28,7 @@ from replay.audit import audit
 from replay.describe import as_data, in_words
 from tests.cli.command import belayer
 from tests.journal.faults import command
+from tests.waiting import DEADLINE_S
 
 T = ids.trajectory("t")
 OLD, NEW, OTHER = bytes(range(32)), bytes(range(1, 33)), bytes(32)
@@ -108,14 +109,14 @@ async def test_nothing_of_a_payload_is_on_the_server(
     redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_KEYS", f"k1 {generate_key()}")
-    store = await open_store(redis_url, namespace=namespace, encryption="env:SOME_KEYS", timeout_s=5.0)
+    store = await open_store(redis_url, namespace=namespace, encryption="env:SOME_KEYS", timeout_s=DEADLINE_S)
     context = await written(store)
     (dumped,) = [await command(redis_url, "DUMP", f"{{belayer:{namespace}:0}}:s:trajectory/t")]
     for plain in (b"secret.example", b"curl", b"\x0b\x00\x00\x00\x0c\x00\x00\x00", b"++++", b"D" * 16):
         assert plain not in dumped
     assert (await Trajectory.open(store, "t")).state.context() == context == [1, 2, 3, 11, 12, 13, 14, 15, 0x2B2B2B2B]
     async with store.subscribe("g", "c") as notices:
-        tags = [(await notices.next(1.0)).tag for _ in range(3)]  # type: ignore[union-attr]
+        tags = [(await notices.next(DEADLINE_S)).tag for _ in range(3)]  # type: ignore[union-attr]
     assert tags == ["trajectory-started", "action-committed", "trajectory-finished"]
     await store.close()
 
@@ -254,7 +255,7 @@ async def test_the_verbs_open_with_the_keys_of_the_environment(
 ) -> None:
     path = tmp_path / "keys"
     path.write_text(f"k1 {generate_key()}\n")
-    store = await open_store(redis_url, namespace=namespace, encryption=f"file:{path}", timeout_s=5.0)
+    store = await open_store(redis_url, namespace=namespace, encryption=f"file:{path}", timeout_s=DEADLINE_S)
     await written(store)
     await store.close()
     place = {"BELAYER_JOURNAL_URL": redis_url, "BELAYER_NAMESPACE": namespace}

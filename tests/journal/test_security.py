@@ -24,7 +24,7 @@ from belayer.journal.writer import take_over
 from tests.archives import write_trajectory
 from tests.journal.acl import ACTORS, ROLLOUT, allowed, server_with_users, url_of
 from tests.journal.faults import command
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 LOGIN = {"auth"}
 """Every user may."""
@@ -68,7 +68,7 @@ async def assert_all_and_only(server: EmbeddedServer, user: str) -> None:
 
 async def test_a_rollout_needs_what_its_user_may_and_nothing_more(server: EmbeddedServer) -> None:
     await command(server.url, "CONFIG", "RESETSTAT")
-    store = await open_store(url_of(server, ROLLOUT), namespace="night", timeout_s=10.0)
+    store = await open_store(url_of(server, ROLLOUT), namespace="night", timeout_s=DEADLINE_S)
     trajectory = await Trajectory.open(store, "t")
     await trajectory.start("run", "task", [1, 2, 3])
     await trajectory.begin_generation("w", "w-1")
@@ -90,16 +90,16 @@ async def test_a_rollout_needs_what_its_user_may_and_nothing_more(server: Embedd
 
 async def test_actors_need_what_their_user_may_and_nothing_more(server: EmbeddedServer, tmp_path: Path) -> None:
     await command(server.url, "CONFIG", "RESETSTAT")
-    store = await open_store(url_of(server, ACTORS), namespace="night", timeout_s=10.0)
+    store = await open_store(url_of(server, ACTORS), namespace="night", timeout_s=DEADLINE_S)
     async with store.subscribe("detector@h", "dead", 0.05) as dead, store.subscribe("detector@h", "c", 0.05) as notices:
         writer = await write_trajectory(store, "t")
-        late = await dead.next(5.0)
+        late = await dead.next(DEADLINE_S)
         assert late is not None
         assert sum(group.pending for group in await store.groups()) >= 1
         await dead.renew(late)
         notice = None
         while notice is None or notice.stream != late.stream or notice.tag != late.tag:
-            notice = await notices.next(5.0)
+            notice = await notices.next(DEADLINE_S)
             assert notice is not None
             await notices.done(notice)
     box, _ = await take_over(store, ids.sandbox("t"), "reaper")
@@ -153,7 +153,7 @@ async def test_nothing_else_is_allowed(tmp_path: Path, user: str) -> None:
 
 
 async def test_a_rollout_cannot_remove_trim_or_take_notices(server: EmbeddedServer) -> None:
-    store = await open_store(url_of(server, ROLLOUT), namespace="night", timeout_s=10.0)
+    store = await open_store(url_of(server, ROLLOUT), namespace="night", timeout_s=DEADLINE_S)
     writer, _ = await take_over(store, ids.trajectory("t"), "a")
     entry = await store.last(writer.stream)
     assert entry is not None

@@ -14,8 +14,9 @@ from belayer.journal.connect import open_store
 from belayer.journal.durability import PROMISES, Durability
 from belayer.journal.embedded import EmbeddedServer, shipped_server
 from belayer.journal.server_checks import judge, version_of
-from tests.journal.faults import command, free_port, generation, stored, written
-from tests.waiting import until
+from tests.journal.faults import command, generation, stored, written
+from tests.ports import free_port
+from tests.waiting import DEADLINE_S, until
 
 FIT = {
     "redis_version": "8.0.2",
@@ -104,7 +105,7 @@ async def test_mode_replicated_waits_for_its_replicas(tmp_path: Path) -> None:
             await open_store(primary.url, durability="replicated")
         await command(replica.url, "REPLICAOF", "127.0.0.1", str(port))
         await until(lambda: is_followed(primary.url), what="replication")
-        store = await open_store(primary.url, durability="replicated", timeout_s=10.0)
+        store = await open_store(primary.url, durability="replicated", timeout_s=DEADLINE_S)
         writer = await written(store)
         os.kill(replica.pid, signal.SIGSTOP)
         waiting = asyncio.create_task(writer.append(generation(9)))

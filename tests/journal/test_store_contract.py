@@ -19,6 +19,7 @@ from belayer.journal.events import (
 )
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, read_events, take_over
+from tests.waiting import DEADLINE_S
 
 T = ids.trajectory("t")
 
@@ -190,7 +191,7 @@ async def test_an_unknown_stream_is_empty(store: JournalStore) -> None:
 
 
 async def test_waiting_ends_with_the_append(store: JournalStore) -> None:
-    waiting = asyncio.create_task(store.wait(T, 1, 20.0))
+    waiting = asyncio.create_task(store.wait(T, 1, DEADLINE_S))
     writer, _ = await take_over(store, T, "a")
     assert not waiting.done()
     await appended(store, writer, 1)

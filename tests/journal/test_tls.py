@@ -14,7 +14,9 @@ from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.writer import take_over
 from tests.journal.acl import PASSWORD, ROLLOUT, documented_users
 from tests.journal.certificates import Authority
-from tests.journal.faults import command, free_port, stored, written
+from tests.journal.faults import command, stored, written
+from tests.ports import free_port
+from tests.waiting import DEADLINE_S
 
 
 class Served:
@@ -49,7 +51,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def test_a_trusted_server_and_a_client_with_a_certificate(served: Served) -> None:
     client = {"ssl_certfile": str(served.certificate), "ssl_keyfile": str(served.key)}
-    store = await open_store(served.url(ssl_ca_certs=str(served.authority.path), **client), timeout_s=5.0)
+    store = await open_store(served.url(ssl_ca_certs=str(served.authority.path), **client), timeout_s=DEADLINE_S)
     await written(store)
     assert len(await stored(store)) == 4
     assert await store.wait(ids.trajectory("t"), 0, 1.0)
@@ -68,7 +70,7 @@ async def test_a_login_over_tls(served: Served) -> None:
         "ssl_certfile": str(served.certificate),
         "ssl_keyfile": str(served.key),
     }
-    store = await open_store(served.url(f"{ROLLOUT}:{quote(PASSWORD, safe='')}@", **options), timeout_s=5.0)
+    store = await open_store(served.url(f"{ROLLOUT}:{quote(PASSWORD, safe='')}@", **options), timeout_s=DEADLINE_S)
     await take_over(store, ids.trajectory("t"), "a")
     await store.close()
 
@@ -84,7 +86,7 @@ async def test_who_is_not_trusted_gets_nothing(served: Served, tmp_path: Path) -
         {"ssl_ca_certs": trusted, "ssl_certfile": str(certificate), "ssl_keyfile": str(key)},
     ):
         with pytest.raises(JournalUnavailableError) as caught:
-            await open_store(served.url("u:geheim@", **options), timeout_s=1.0)
+            await open_store(served.url("u:geheim@", **options))
         assert "geheim" not in str(caught.value)
     assert await command(served.server.url, "DBSIZE") == 0
 
@@ -94,9 +96,9 @@ async def test_a_server_of_another_name_is_refused_unless_the_check_is_turned_of
     async with made.server:
         trusted = {"ssl_ca_certs": str(made.authority.path)}
         with pytest.raises(JournalUnavailableError, match="certificate"):
-            await open_store(made.url(**trusted), timeout_s=1.0)
+            await open_store(made.url(**trusted))
         for unchecked in ({"ssl_check_hostname": "false", **trusted}, {"ssl_cert_reqs": "none"}):
-            store = await open_store(made.url(**unchecked), timeout_s=5.0)
+            store = await open_store(made.url(**unchecked), timeout_s=DEADLINE_S)
             await store.close()
 
 
@@ -109,4 +111,4 @@ def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 async def test_plain_text_to_a_tls_port_ends_with_an_error(served: Served) -> None:
     with pytest.raises(JournalUnavailableError):
-        await open_store(f"redis://u:geheim@127.0.0.1:{served.port}", timeout_s=1.0)
+        await open_store(f"redis://u:geheim@127.0.0.1:{served.port}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import urllib.request
 from pathlib import Path
 
@@ -28,6 +27,8 @@ from belayer.observe.metrics import Metrics, served
 from belayer.observe.position import add_position
 from belayer.observe.steps import STEPS, observing
 from belayer.observe.tracing import Tracing
+from tests.ports import free_port
+from tests.waiting import DEADLINE_S
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "belayer.json"
 
@@ -119,18 +120,12 @@ async def test_the_lag_of_each_group(redis_store: RedisStore) -> None:
         await rollout(redis_store)
         noticed = (await redis_store.groups())[0].lag
         assert noticed > 0
-        assert await notices.next(10.0) is not None
+        assert await notices.next(DEADLINE_S) is not None
         metrics.show_groups(await redis_store.groups())
         group = {"group": "recovery@here", "shard": "0"}
         assert registry.get_sample_value("belayer_group_lag", group) == noticed - 1
         assert registry.get_sample_value("belayer_group_pending", group) == 1
         assert registry.get_sample_value("belayer_group_consumers", group) == 1
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_metrics_are_served(redis_store: RedisStore) -> None:

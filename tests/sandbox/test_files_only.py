@@ -85,7 +85,7 @@ async def test_a_process_of_docker_exec_is_left_out_too(files: Bench) -> None:
     live = await files.create()
     await live.sh("echo kept > file")
     process = await asyncio.create_subprocess_exec("docker", "exec", live.incarnation.name, "sleep", "1000")
-    await until(lambda: "sleep 1000" in running(live), 20.0, "the process of docker exec")
+    await until(lambda: "sleep 1000" in running(live), what="the process of docker exec")
     checkpoint, report = await captured(live)
     (one,) = report.left_out
     assert one.what == "sleep 1000" and one.pid > 1 and "docker exec" in one.cause
@@ -107,7 +107,7 @@ async def test_memory_that_processes_share_is_named_and_many_are_counted(files: 
     assert len(report.left_out) == NAMED
     assert report.left_out[-1] == LeftOut(0, f"{1 + 30 + 1 - NAMED + 1} more", "")
     await live.sh("pkill -f '^sleep'")
-    await until(lambda: "sleep" not in running(live), 20.0, "the end of the others")
+    await until(lambda: "sleep" not in running(live), what="the end of the others")
     _, report = await captured(live)
     assert [(one.what, bool(one.cause)) for one in report.left_out] == [
         ("python3 io-uring.py io-uring", True),

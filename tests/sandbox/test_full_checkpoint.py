@@ -16,6 +16,7 @@ from belayer.sandbox import manifest as manifests
 from belayer.sandbox.manifest import FILE_NAME, boot_id, read_manifest
 from belayer.sandbox.protocol import CheckpointReport
 from tests.sandbox.conftest import IMAGE, Bench
+from tests.waiting import within
 
 pytestmark = pytest.mark.sandbox
 IDLE_BYTES = 8_000_000
@@ -106,7 +107,7 @@ async def test_docker_knows_a_restored_container(bench: Bench) -> None:
     assert await docker("inspect", "-f", "{{.State.Pid}}", name) == f"{back.incarnation.pid}\n"
     waiting = asyncio.ensure_future(back.sandbox.wait_dead())
     await docker("kill", name)
-    assert "ended" in await asyncio.wait_for(waiting, 10.0)
+    assert "ended" in await within(waiting)
 
 
 async def test_limits_hold_after_a_restore(bench: Bench) -> None:
@@ -161,7 +162,7 @@ def cgroups(pid: int) -> dict[str, str]:
 
 async def docker(*arguments: str) -> str:
     process = await asyncio.create_subprocess_exec("docker", *arguments, stdout=-1, stderr=-1)
-    out, err = await asyncio.wait_for(process.communicate(), 30.0)
+    out, err = await within(process.communicate())
     assert process.returncode == 0, err.decode()
     return out.decode()
 

@@ -20,7 +20,7 @@ from belayer.sandbox.limits import Limits
 from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
 from belayer.sandbox.tree import described
 from tests.sandbox.conftest import Bench, Live
-from tests.waiting import until
+from tests.waiting import until, within
 
 pytestmark = pytest.mark.sandbox
 BALLAST = """
@@ -168,7 +168,7 @@ async def test_a_frozen_container_can_be_removed(bench: Bench) -> None:
     live = await bench.create()
     await live.sh("sleep 1000 &")
     freezer(live.incarnation).freeze(live.incarnation.name)
-    await asyncio.wait_for(bench.host.remove(live.incarnation.name), 10.0)
+    await within(bench.host.remove(live.incarnation.name))
     assert await bench.host.incarnations(bench.run) == []
 
 
@@ -176,7 +176,7 @@ async def test_killed_while_being_captured(bench: Bench) -> None:
     live, name, working = await capturing(bench, 200_000_000)
     await until(lambda: held(live.incarnation), what="held")
     os.kill(live.incarnation.pid, signal.SIGKILL)
-    await asyncio.wait_for(live.sandbox.wait_dead(), 30.0)
+    await within(live.sandbox.wait_dead())
     done = await asyncio.gather(working, return_exceptions=True)
     if name in await bench.host.checkpoints():
         back = await bench.restore(name, 1)
@@ -275,7 +275,7 @@ async def test_removed_while_an_orphaned_criu_holds_it(bench: Bench, home: Path)
     os.kill(tracer, signal.SIGSTOP)
     process.kill()
     await process.wait()
-    await asyncio.wait_for(bench.host.remove(live.incarnation.name), 10.0)
+    await within(bench.host.remove(live.incarnation.name))
     assert await bench.host.incarnations(bench.run) == []
     await until(lambda: holds_nothing(tracer), what="CRIU to let go")
 
@@ -311,7 +311,7 @@ async def test_a_checkpointer_that_dies_once_it_has_published_leaves_it_whole(be
     fields = [here.name, here.container_id, here.image_digest, here.host, here.pid, here.pid_start_ticks, live.number]
     arguments = ["-c", f"{imports}{DIES_ONCE_PUBLISHED}home, name{rest}", str(home), name, *map(str, fields)]
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
-    assert await asyncio.wait_for(process.wait(), 60.0) == 9
+    assert await within(process.wait()) == 9
     assert name in await bench.host.checkpoints()
     await live.sh("echo two >> file")
     later = await live.checkpoint()

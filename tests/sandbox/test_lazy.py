@@ -14,7 +14,7 @@ from belayer.sandbox import lazy
 from belayer.sandbox.home import Home
 from belayer.sandbox.tree import kill_users_of
 from tests.sandbox.conftest import SPEC, Bench, Live
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until, within
 
 pytestmark = pytest.mark.sandbox
 
@@ -43,7 +43,7 @@ async def test_all_pages_arrive_and_a_capture_waits_for_them(bench: Bench, home:
     again = await back.kill_and_restore(await back.checkpoint())
     assert "ballast.py" in await again.sh("ps axo args"), "arguments are there from the start"
     assert await again.sh(ASK) == ""
-    assert await asyncio.to_thread(lazy.wait, work(home, again), 20.0)
+    assert await asyncio.to_thread(lazy.wait, work(home, again), DEADLINE_S)
     assert await again.sh(ASK) == ""
 
 
@@ -58,8 +58,8 @@ async def test_a_daemon_that_fails_takes_the_container_with_it(bench: Bench, tmp
     assert not lazy.wait(tmp_path, 0.0), "it is at work"
     assert await live.sh("echo alive") == "alive\n"
     await asyncio.to_thread((tmp_path / "gate").write_text, "fail\n")
-    assert "ended" in await asyncio.wait_for(live.sandbox.wait_dead(), 20.0)
-    assert await asyncio.to_thread(lazy.wait, tmp_path, 5.0)
+    assert "ended" in await within(live.sandbox.wait_dead())
+    assert await asyncio.to_thread(lazy.wait, tmp_path, DEADLINE_S)
 
 
 async def test_a_daemon_is_ended_with_its_container(bench: Bench, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def test_a_daemon_is_ended_with_its_container(bench: Bench, tmp_path: Path
     daemon.chmod(0o755)
     await asyncio.to_thread(lazy.start, daemon, tmp_path, tmp_path, live.incarnation.container_id)
     await asyncio.to_thread(kill_users_of, tmp_path)
-    assert await asyncio.to_thread(lazy.wait, tmp_path, 5.0)
+    assert await asyncio.to_thread(lazy.wait, tmp_path, DEADLINE_S)
     assert await live.sh("echo alive") == "alive\n"
 
 
@@ -94,7 +94,7 @@ async def test_a_restore_that_hangs_can_be_removed(bench: Bench, home: Path) -> 
     for child in Path(f"/proc/{guard}/task/{guard}/children").read_text().split():
         os.kill(int(child), signal.SIGSTOP)
     await until((folder / "restore.log").exists, what="the restore")
-    await asyncio.wait_for(bench.host.remove(name), 30.0)
+    await within(bench.host.remove(name))
     with pytest.raises(RestoreFailedError):
         await restoring
     assert await bench.host.incarnations(bench.run) == [live.incarnation.name]
