@@ -1,17 +1,20 @@
 """The recorded engine: a process that speaks SGLang's HTTP and says, token by token, what a recorded model said.
 
     python -m belayer.gpu.recorded_engine --recordings DIR --owner-pid PID [--port 0] [--tokens-per-s N] [--standby]
+        [--hold FILE]
 
 It is given only the prefix (`belayer.gpu.recorded_prefix` finds the place), keeps no state between requests, and
 prints one JSON line, `{"address": "http://127.0.0.1:PORT"}`, once it answers. A standby answers /health but refuses
 to generate until /promote. It ends when its owner has ended. A prefix that is not the recording's gets HTTP 400 with
-the offset.
+the offset. While FILE exists, it says no more of a turn than the first so many tokens as it names: so whoever wants a
+stream to be in its middle need not be quick.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import sys
@@ -41,6 +44,7 @@ class RecordedEngine:
     incarnation: str
     standby: bool
     weight_version: int = 0
+    hold: Path | None = None
     clock: Callable[[], float] = time.monotonic
 
     def application(self) -> web.Application:
@@ -98,7 +102,8 @@ class RecordedEngine:
         sent = 0
         try:
             while True:
-                due = min(len(rest), int((self.clock() - started) * self.tokens_per_s))
+                allowed = max(sent, self._most() - position.offset)
+                due = min(len(rest), int((self.clock() - started) * self.tokens_per_s), allowed)
                 if due > sent or sent == len(rest):
                     event = self._event(position, rest, sent, due, request_id, prompt_tokens)
                     event["meta_info"]["finish_reason"] = finish if due == len(rest) else None
@@ -113,6 +118,13 @@ class RecordedEngine:
         except ConnectionError:
             pass  # the caller is gone; nobody is left to tell
         return response
+
+    def _most(self) -> int:
+        """How many tokens of a turn may be said now."""
+        if self.hold is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return int(self.hold.read_text())
+        return sys.maxsize
 
     def _event(
         self, position: Position, rest: Sequence[int], start: int, stop: int, request_id: str, prompt_tokens: int
@@ -160,12 +172,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--tokens-per-s", type=float, default=400.0)
     parser.add_argument("--standby", action="store_true")
+    parser.add_argument("--hold", type=Path)
     options = parser.parse_args(arguments)
     exit_with_owner(options.owner_pid)
     try:
         if options.tokens_per_s <= 0:
             raise InputError(f"--tokens-per-s must be above 0; got {options.tokens_per_s:g}")
-        engine = RecordedEngine(load(options.recordings), options.tokens_per_s, options.incarnation, options.standby)
+        engine = RecordedEngine(
+            load(options.recordings), options.tokens_per_s, options.incarnation, options.standby, hold=options.hold
+        )
         asyncio.run(_serve(engine, options.host, options.port))
     except InputError as error:
         sys.stderr.write(f"{error}\n")

@@ -27,7 +27,10 @@ _LOG_TAIL_BYTES = 400
 
 
 class RecordedEngineHost:
-    """An EngineHost. `recordings`: folder of token recordings; `folder`: where the engines' logs go."""
+    """An EngineHost. `recordings`: folder of token recordings; `folder`: where the engines' logs go.
+
+    `hold`: the file with which to hold all of them; see `belayer.gpu.recorded_engine`.
+    """
 
     def __init__(
         self,
@@ -36,8 +39,9 @@ class RecordedEngineHost:
         *,
         owner_pid: int,
         tokens_per_s: float = 400.0,
-        start_timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
         silence_s: float = 10.0,
+        hold: Path | None = None,
     ) -> None:
         self._recordings = recordings
         self._folder = folder
@@ -45,6 +49,7 @@ class RecordedEngineHost:
         self._tokens_per_s = tokens_per_s
         self._start_timeout_s = start_timeout_s
         self._silence_s = silence_s
+        self._hold = hold
         self._children: list[subprocess.Popen[bytes]] = []
 
     async def start(self, incarnation: str, role: Literal["main", "shadow"]) -> EngineProcess:
@@ -54,6 +59,7 @@ class RecordedEngineHost:
         command = [sys.executable, "-m", "belayer.gpu.recorded_engine", "--recordings", str(self._recordings)]
         command += ["--owner-pid", str(self._owner_pid), "--incarnation", incarnation]
         command += ["--tokens-per-s", str(self._tokens_per_s), *(["--standby"] if role == "shadow" else [])]
+        command += [] if self._hold is None else ["--hold", str(self._hold)]
         self._reap()
         process = _spawn(command, log)
         self._children.append(process)

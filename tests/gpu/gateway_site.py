@@ -32,7 +32,7 @@ from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, events_of
 from belayer.processes import host_name
 from replay.audit import audit
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 PROMPT = [USER, 1, 2, END, ASSISTANT]
 TURN = [*range(272, 572), END]
@@ -49,8 +49,17 @@ class Site:
     store: JournalStore
     host: RecordedEngineHost
     recovery: WorkerRecovery
+    held: Path
     reports: list[tuple[str, str, str]] = field(default_factory=list)
     recoveries: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def hold(self, at: int) -> None:
+        """Until `release` no engine says more than the first `at` tokens of a turn: so long it is in its middle."""
+        (new := self.held.with_suffix(".new")).write_text(str(at))
+        new.rename(self.held)
+
+    def release(self) -> None:
+        self.held.unlink()
 
     async def report(self, worker: str, incarnation: str, kind: Literal["died", "unreachable"], evidence: str) -> None:
         """As `belayer gateway` does it; then recover, as the actors do."""
@@ -96,7 +105,9 @@ class Site:
         self, workers: str = "w", tokenizer: Tokenizer | None = None, **settings: Any
     ) -> AsyncIterator[Client]:
         """A gateway in this process, and a client of it."""
-        made = Settings(**{"grace_s": 0.05, "engine_wait_s": 10.0, "drain_s": 0.0, **settings})
+        made = Settings(
+            **{"grace_s": 0.05, "engine_wait_s": DEADLINE_S, "silence_s": DEADLINE_S, "drain_s": 0.0, **settings}
+        )
         async with AsyncExitStack() as stack:
             served = await stack.enter_async_context(
                 serving(self.store, workers.split(), self.report, made, tokenizer, "127.0.0.1", 0)
@@ -112,9 +123,11 @@ async def site(
 ) -> AsyncIterator[Site]:
     """Ends every engine that any worker of it has had."""
     (folder / "r.recording.json").write_bytes(msgspec.json.encode(recording))
-    host = RecordedEngineHost(folder, folder / "log", owner_pid=os.getpid(), tokens_per_s=tokens_per_s, silence_s=10)
+    held = folder / "hold"
+    options = {"tokens_per_s": tokens_per_s, "silence_s": DEADLINE_S}
+    host = RecordedEngineHost(folder, folder / "log", owner_pid=os.getpid(), hold=held, **options)
     journal = store or MemoryStore()
-    made = Site(journal, host, WorkerRecovery(journal, host, host_name(), "test"))
+    made = Site(journal, host, WorkerRecovery(journal, host, host_name(), "test"), held)
     try:
         yield made
     finally:

@@ -90,6 +90,13 @@ def serving(tmp_path: Path, hang_s: float, update_s: float) -> Iterator[Path]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Path]:
+    """One that takes nobody for hung: the lessees make no steps."""
+    with serving(tmp_path, hang_s=1000, update_s=1000) as socket_path:
+        yield socket_path
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Iterator[Path]:
     with serving(tmp_path, hang_s=0.5, update_s=1.5) as socket_path:
         yield socket_path
 
@@ -330,14 +337,14 @@ def test_an_engine_waits_for_weights_that_are_being_written(server: Path, start:
 
 
 async def test_silence_is_a_hang_once_the_engine_is_warm_and_long_work_is_none(
-    server: Path, start: Callable[[], Child]
+    impatient: Path, start: Callable[[], Child]
 ) -> None:
-    main = a_main(server, start)
+    main = a_main(impatient, start)
     main.do("begin_step", 100_000)  # a long prefill: its silence is excused for as long as its tokens may take
-    client, _ = MemoryClient.connect(server, "host", "control")
+    client, _ = MemoryClient.connect(impatient, "host", "control")
     with client:
         client.ask(wire.Watch(), wire.Facts)
-        await asyncio.to_thread(ask, server, wire.Arm("a"))
+        await asyncio.to_thread(ask, impatient, wire.Arm("a"))
         with pytest.raises(ArenaError, match="silent"):
             await asyncio.to_thread(client.receive, 1.5)  # three times the hang limit, and no alarm
         main.process.send_signal(signal.SIGSTOP)  # a stopped process makes no progress, whatever it was doing
@@ -347,20 +354,20 @@ async def test_silence_is_a_hang_once_the_engine_is_warm_and_long_work_is_none(
 
 
 async def test_a_weight_update_that_never_ends_is_a_hang_and_leaves_torn_weights(
-    server: Path, start: Callable[[], Child]
+    impatient: Path, start: Callable[[], Child]
 ) -> None:
-    main = a_main(server, start)
-    with MemoryClient.connect(server, "host", "control")[0] as client:
+    main = a_main(impatient, start)
+    with MemoryClient.connect(impatient, "host", "control")[0] as client:
         client.ask(wire.Watch(), wire.Facts)
         main.do("begin", 7)
         main.do("update_call", True)  # and its trainer dies
-        await asyncio.to_thread(ask, server, wire.Arm("a"))
+        await asyncio.to_thread(ask, impatient, wire.Arm("a"))
         event = (await asyncio.to_thread(client.receive, DEADLINE_S))[0]
         assert isinstance(event, wire.EngineEvent) and event.kind == "hung"
         assert "in a weight update, 1.5 s allowed" in event.evidence
         events = [(await asyncio.to_thread(client.receive, DEADLINE_S))[0] for _ in range(2)]
     assert [event.kind for event in events if isinstance(event, wire.EngineEvent)] == ["dying", "dead"]
-    assert status(server).weights == wire.Weights("torn", 7, "a")
+    assert status(impatient).weights == wire.Weights("torn", 7, "a")
 
 
 def test_a_trainer_that_is_gone_between_two_calls_is_noticed_and_leaves_torn_weights(
@@ -381,7 +388,7 @@ def test_a_trainer_that_is_gone_between_two_calls_is_noticed_and_leaves_torn_wei
                     with pytest.raises(ArenaError, match="silent"):
                         client.receive(1.5)
             # and now its trainer dies
-            events = [client.receive(20.0)[0] for _ in range(3)]
+            events = [client.receive(DEADLINE_S)[0] for _ in range(3)]
         first = events[0]
         assert isinstance(first, wire.EngineEvent) and first.incarnation == "a"
         assert "the weight update to version 7 was neither continued nor ended for" in first.evidence
