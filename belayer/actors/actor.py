@@ -4,20 +4,28 @@ A notice only says where to look, so handling it twice, late or for nothing is h
 once is the epoch that its handler takes. A handler that fails leaves its notice pending, and a dead actor leaves all
 of its own: they go stale and come to whichever actor asks next, or at once to one on the same host (`peers.py`). Work
 in progress is renewed, so that only the dead lose it. What would fail again each time must not be left for the next
-try: such work goes through `foreseen`, and its failure into the journal.
+try: such work goes through `foreseen`, and its failure into the journal. What passes (a daemon that is down, a disk
+that is full) is tried again and again, after pauses that grow.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 import structlog
 
 from belayer.actors.peers import Peers
-from belayer.errors import BelayerError, FencedError, JournalUnavailableError, UnforeseenError, WrongSequenceError
+from belayer.errors import (
+    BelayerError,
+    CodecError,
+    FencedError,
+    JournalError,
+    JournalUnavailableError,
+    UnforeseenError,
+    WrongSequenceError,
+)
 from belayer.journal.store import JournalStore, Notice, Subscription
 from belayer.observe.position import Beginning, at, position
 
@@ -29,6 +37,10 @@ RENEWALS = 4
 LOOKS = 4
 """How often it is looked for new peers in that time."""
 POLL_S = 1.0
+LONGEST_REST_S = 30.0
+"""Between two tries of what has failed often."""
+_COUNTED = 10_000
+"""So many notices' failures are counted at most."""
 
 
 class Actor(Protocol):
@@ -50,6 +62,7 @@ async def run_actor(store: JournalStore, actor: Actor, host: str, consumer: str,
     `peers`: those of this process, when it has several actors.
     """
     slots = asyncio.Semaphore(actor.concurrency)
+    failures: dict[str, int] = {}
     peers = peers or Peers(host, consumer)
     async with (
         store.subscribe(f"{actor.name}@{host}", consumer, actor.stale_after_s) as notices,
@@ -60,8 +73,7 @@ async def run_actor(store: JournalStore, actor: Actor, host: str, consumer: str,
             await slots.acquire()
             notice = await _next(notices, actor)
             if notice.tag in actor.tags:
-                task = tasks.create_task(_handle(notices, actor, notice))
-                task.add_done_callback(lambda _: slots.release())
+                tasks.create_task(_handle(notices, actor, notice, slots, failures))
             else:
                 slots.release()
                 await _quietly(notices.done(notice))
@@ -74,27 +86,50 @@ async def _next(notices: Subscription, actor: Actor) -> Notice:
                 return notice
         except JournalUnavailableError as error:
             log.warning("the journal does not answer; asking again", actor=actor.name, error=str(error))
-            await asyncio.sleep(POLL_S)
+        except CodecError as error:  # left for whoever can read it: a newer version, in the same group
+            log.warning("a notice cannot be read", actor=actor.name, error=str(error))
+        else:
+            continue
+        await asyncio.sleep(POLL_S)
 
 
-async def _handle(notices: Subscription, actor: Actor, notice: Notice) -> None:
+async def _handle(
+    notices: Subscription, actor: Actor, notice: Notice, slots: asyncio.Semaphore, failures: dict[str, int]
+) -> None:
     at(Beginning(notice.stream))
     renewing = asyncio.create_task(_renew(notices, notice, actor.stale_after_s / RENEWALS))
+    pause_s = 0.0
     try:
         await _until_settled(actor, notice)
     except Exception as error:
+        if len(failures) >= _COUNTED:
+            failures.clear()
+        before = failures.get(notice.delivery, 0)
+        failures[notice.delivery] = before + 1
+        pause_s = rest_s(actor.stale_after_s, before)
         expected = isinstance(error, BelayerError | TimeoutError)
         log.warning(
             "left for the next try",
             actor=actor.name,
             error=str(error),
+            again_in_s=pause_s + actor.stale_after_s,
             exc_info=not expected,
             **position(),
         )
     else:
+        failures.pop(notice.delivery, None)
         await _quietly(notices.done(notice))
     finally:
-        renewing.cancel()
+        slots.release()
+        try:
+            await asyncio.sleep(pause_s)  # it stays ours meanwhile, and then goes stale
+        finally:
+            renewing.cancel()
+
+
+def rest_s(stale_after_s: float, failed_before: int) -> float:
+    """How long a notice is kept that has failed again: not at all at first, then longer and longer."""
+    return min(LONGEST_REST_S, stale_after_s * (2.0 ** min(failed_before, 16) - 1))
 
 
 async def foreseen(what: str, work: Awaitable[T]) -> T:
@@ -125,5 +160,9 @@ async def _renew(notices: Subscription, notice: Notice, every_s: float) -> None:
 
 async def _quietly(call: Awaitable[None]) -> None:
     """A notice that could not be renewed or finished comes again; that costs a look and nothing else."""
-    with contextlib.suppress(JournalUnavailableError):
+    try:
         await call
+    except JournalUnavailableError:
+        pass
+    except JournalError as error:
+        log.warning("a notice could not be renewed or finished", error=str(error), **position())

@@ -3,8 +3,9 @@
 Intent (CheckpointStarted), effect (full_checkpoint), outcome, all under one epoch of the sandbox's stream. The outcome
 is CheckpointPublished, CheckpointExtended when nothing had changed since an earlier one, or CheckpointDiscarded. A
 checkpointer that dies in between leaves an open intent: the next one waits a while for its outcome, then discards it
-and removes its files. One that was overtaken cannot publish, and removes what it made. Either way a checkpoint that the
-journal does not call published is never restored.
+and removes its files. A boundary whose captures are left open again and again is not captured: they end their process,
+by the memory that they take for example. One that was overtaken cannot publish, and removes what it made. Either way a
+checkpoint that the journal does not call published is never restored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from belayer.observe import steps
 from belayer.projections import sandbox, tempo, trajectory
 from belayer.projections.plan import disposable, newest_checkpoint
 from belayer.projections.sandbox import SandboxState
-from belayer.projections.trajectory import TrajectoryState
+from belayer.projections.trajectory import Boundary, TrajectoryState
 from belayer.sandbox.protocol import SandboxHost
 
 log = structlog.get_logger("belayer.checkpointer")
@@ -42,6 +43,8 @@ KEPT_CHECKPOINTS = 2
 """The newest published one is what recovery restores; the one before is there should that restore fail."""
 
 
+ABANDONED = 3
+"""So many captures of one boundary in a row may end with their process."""
 HOLD_AFTER = 2
 """So many captures in a row may come to nothing because the next action was faster; then it has to wait for one."""
 
@@ -74,10 +77,30 @@ class Checkpointer:
         self._histories = Projector(store, ids.sandbox, history_of, UNKNOWN)
         self._trajectories = Projector(store, ids.trajectory, trajectory.fold, trajectory.EMPTY)
         self._sandboxes = Projector(store, ids.sandbox, sandbox.fold, sandbox.EMPTY)
+        self._at_work: dict[str, bool] = {}
+        """Sandboxes that a notice of ours is about, and whether another one has come since we looked."""
 
     async def handle(self, notice: Notice) -> None:
-        """Bring the sandbox's checkpoints up to the newest boundary, if the sandbox still stands at it."""
+        """Bring the sandbox's checkpoints up to the newest boundary, if the sandbox still stands at it.
+
+        A notice that comes while an earlier one is worked on is left to that: the slots are for other sandboxes.
+        """
         name = notice.stream.name
+        if name in self._at_work:
+            self._at_work[name] = True
+            return
+        self._at_work[name] = True
+        try:
+            while self._at_work[name]:
+                self._at_work[name] = False
+                await self._bring_up(name)
+        finally:
+            del self._at_work[name]
+
+    async def _bring_up(self, name: str) -> None:
+        container = (await self._sandboxes.look(name)).container
+        if container is None or container.host != self._host_name:
+            return
         state = await settled(
             self._store,
             ids.sandbox(name),
@@ -93,12 +116,12 @@ class Checkpointer:
         prefix = await self._trajectories.look(name)
         if state.open_checkpoint is None and not await self._wanted(name, prefix, state):
             return
-        if state.container is None or state.container.host != self._host_name:
-            return
         writer, history = await take_over(self._store, ids.sandbox(name), self._by, only_at=state.sequence)
         state = sandbox.fold(history)
-        if state.open_checkpoint is not None:
-            await self._discard(writer, state.open_checkpoint.checkpoint, "its checkpointer died")
+        if (left := state.open_checkpoint) is not None:
+            discarded = CheckpointDiscarded(left.checkpoint, _why_abandoned(state, left))
+            state = sandbox.evolve(state, await writer.append(discarded), discarded)
+            await self._host.remove_checkpoint(left.checkpoint)
         prefix = await self._trajectories.look(name)
         if await self._wanted(name, prefix, state):
             with steps.step("checkpoint", stream=str(writer.stream), epoch=writer.epoch):
@@ -114,6 +137,7 @@ class Checkpointer:
             and prefix.action is None
             and state.phase == "live"
             and prefix.boundary.sequence not in described
+            and not (state.abandoned >= ABANDONED and state.abandoned_at == prefix.boundary)
             and (self._policy == "every-boundary" or await self._is_worth_it(name, prefix, state))
         )
 
@@ -171,6 +195,13 @@ class Checkpointer:
         """First in the journal, then on disk: what the journal calls published is always there."""
         await writer.append(CheckpointDiscarded(checkpoint, reason))
         await self._host.remove_checkpoint(checkpoint)
+
+
+def _why_abandoned(state: SandboxState, left: CheckpointStarted) -> str:
+    at = Boundary(left.boundary, left.boundary_sequence)
+    if state.abandoned + 1 >= ABANDONED and state.abandoned_at == at:
+        return f"its checkpointer died, the last of {ABANDONED}: boundary {at.number} is not captured"
+    return "its checkpointer died"
 
 
 def _describing(state: SandboxState) -> str:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 from belayer.actors.names import local_pid
-from belayer.errors import JournalUnavailableError
+from belayer.errors import CodecError, JournalUnavailableError
 from belayer.journal.store import Subscription
 from belayer.processes import start_ticks, wait_exit
 
@@ -63,7 +63,7 @@ class Peers:
             await wait_exit(pid, start_ticks(pid))
             for notices in self._groups:
                 await notices.inherit(name)
-        except JournalUnavailableError:
-            return  # what is still there is seen at the next look
+        except (JournalUnavailableError, CodecError):
+            return  # what is still there is seen at the next look, or goes stale
         finally:
             del self._watched[name]

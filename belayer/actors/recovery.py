@@ -13,7 +13,9 @@ class Recovery:
 
     name = "recovery"
     tags = frozenset({"failure-detected", "worker-registered", "handover-completed"})
-    concurrency = 8
+    concurrency = 256
+    """Most of it waits: for engines that start or are to be idle, for another recovery. Restores have slots of their
+    own (`sandbox_recovery.AT_ONCE`)."""
     stale_after_s = 1.0
 
     def __init__(self, sandboxes: SandboxRecovery, workers: WorkerRecovery) -> None:

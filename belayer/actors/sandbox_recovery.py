@@ -3,18 +3,21 @@
 Steps, each safe to repeat: RecoveryStarted on the sandbox's stream (its epoch shuts out checkpointers and other
 recoveries), RecoveryStarted on the trajectory's stream (its epoch shuts out the rollout), full_restore under a name
 of this epoch, SandboxRestored, then Rewound and TrajectoryResumed in one append. A recovery that dies anywhere is
-started again from the journal by whoever takes its notice over; a container that no SandboxRestored names is removed
-by the reaper.
+started again from the journal by whoever takes its notice over, and from an older checkpoint once RESTORE_DEATHS of
+them have died at one; a container that no SandboxRestored names is removed by the reaper. What this machine lacks for
+the moment (HostUnfitError) is no checkpoint's fault: the recovery is tried again later.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
 
 from belayer import ids
 from belayer.actors.actor import foreseen
+from belayer.actors.names import is_surely_dead
 from belayer.actors.patience import settled
 from belayer.actors.sandboxes import incarnation_name, look
 from belayer.errors import FencedError, InputError, RestoreFailedError, SandboxFailedError, UnforeseenError
@@ -40,6 +43,10 @@ from belayer.sandbox.protocol import Incarnation, SandboxHost
 
 INITIAL_TRIES = 3
 """How often the initial state, after which nothing older can be tried, is made before the trajectory is given up."""
+RESTORE_DEATHS = 5
+"""So many processes may die while they restore one state; the next one tries an older state."""
+AT_ONCE = 8
+"""Recoveries that a process does at the same time; others wait."""
 
 
 class SandboxRecovery:
@@ -54,19 +61,35 @@ class SandboxRecovery:
         self._host = host
         self._host_name = host_name
         self._by = by
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._at_work: set[str] = set()
 
     async def recover(self, name: str) -> None:
         """Recover the trajectory's sandbox if it is failed and its container was here; otherwise do nothing."""
+
+        def under_way(state: SandboxState) -> int | None:
+            """The epoch of the recovery that somebody is at. One that we have left for a later try is not."""
+            left = state.writer == self._by and name not in self._at_work
+            return state.recovery_epoch if state.phase == "recovering" and not left else None
+
         state = await settled(
             self._store,
             ids.sandbox(name),
             lambda: look(self._store, name),
-            lambda state: state.recovery_epoch if state.phase == "recovering" else None,
+            under_way,
             self._host_name,
             self._patience_s,
         )
         if not self._ours(state) and not await self._half_resumed(name, state):
             return
+        async with self._slots:
+            self._at_work.add(name)
+            try:
+                await self._take(name, state)
+            finally:
+                self._at_work.discard(name)
+
+    async def _take(self, name: str, state: SandboxState) -> None:
         writer, history = await take_over(self._store, ids.sandbox(name), self._by, only_at=state.sequence)
         state = sandbox.fold(history)
         if self._ours(state):
@@ -96,13 +119,18 @@ class SandboxRecovery:
             rollout, prefix, decision = await self._fence(writer, name, state)
         say("belayer.recovery", "recovering the sandbox", failed=failed, plan=_in_words(decision))
         attempt = anew = 0
+        deaths = sum(is_surely_dead(by, self._host_name) for by in state.recovered_by)
         while isinstance(decision, RestoreSandbox):
             try:
+                if deaths >= RESTORE_DEATHS:
+                    anew, deaths = INITIAL_TRIES - 1, 0
+                    raise RestoreFailedError(decision.checkpoint, f"{RESTORE_DEATHS} processes have died doing it")
                 with steps.step("recovery.restore", stream=str(writer.stream), epoch=writer.epoch):
                     restored = await self._restore(writer, name, state, decision, attempt)
             except (RestoreFailedError, SandboxFailedError, InputError, UnforeseenError) as error:
                 attempt += 1
                 if decision.checkpoint:
+                    anew = 0
                     discarded = CheckpointDiscarded(decision.checkpoint, str(error))
                     state = sandbox.evolve(state, await writer.append(discarded), discarded)
                     await self._host.remove_checkpoint(decision.checkpoint)

@@ -21,13 +21,18 @@ from belayer.actors.sandbox_recovery import SandboxRecovery
 from belayer.actors.worker_recovery import WorkerRecovery
 from belayer.gpu.protocol import EngineHost
 from belayer.journal.store import JournalStore
+from belayer.sandbox.limits import LIMITS
 from belayer.sandbox.protocol import SandboxHost
 
 if TYPE_CHECKING:
     from belayer.journal.archive import Archive
 
 PATIENCE_S = 20.0
-"""How long an actor waits for a step of another's work: a capture, a restore, the start of an engine."""
+"""How long an actor waits for a step of another's work: the start of an engine, the removal of a sandbox."""
+SANDBOX_PATIENCE_S = LIMITS.checkpoint_s + 60.0
+"""The same for a capture or a restore: more than it may take, so that a slow one is never cut off and begun again.
+
+Those who do it are on this host, where the death of one is seen at once."""
 
 
 async def run_actors(
@@ -54,9 +59,9 @@ async def run_actors(
     peers = Peers(host_name, consumer)
     actors: list[Actor] = [
         Detector(store, engines, host_name, by),
-        Checkpointer(store, sandboxes, host_name, by, PATIENCE_S, policy),
+        Checkpointer(store, sandboxes, host_name, by, SANDBOX_PATIENCE_S, policy),
         Recovery(
-            SandboxRecovery(store, sandboxes, host_name, by, PATIENCE_S),
+            SandboxRecovery(store, sandboxes, host_name, by, SANDBOX_PATIENCE_S),
             WorkerRecovery(store, engines, host_name, by, patience_s=engine_patience_s, relapse_s=relapse_s),
         ),
         Reaper(store, sandboxes, engines, host_name, by),

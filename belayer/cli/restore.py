@@ -44,11 +44,14 @@ async def _restore(name: str, url: str | None, namespace: str, dry_run: bool, fo
     import msgspec
 
     from belayer import ids
+    from belayer.actors.names import new_name
     from belayer.actors.reports import report_sandbox_failure
     from belayer.actors.sandbox_recovery import SandboxRecovery
     from belayer.actors.sandboxes import incarnation_of, look
-    from belayer.errors import InputError, UnknownStreamError
+    from belayer.actors.service import SANDBOX_PATIENCE_S
+    from belayer.errors import FencedError, InputError, UnknownStreamError, WrongSequenceError
     from belayer.journal.connect import open_store
+    from belayer.journal.events import SandboxRestored
     from belayer.journal.writer import Reader
     from belayer.processes import host_name
     from belayer.projections import trajectory
@@ -84,10 +87,29 @@ async def _restore(name: str, url: str | None, namespace: str, dry_run: bool, fo
             if dry_run:
                 return outcome | {"why": "nothing was done: --dry-run"}
             kind, seen = ("unreachable", "replaced on demand") if alive else ("died", "found dead")
-            await report_sandbox_failure(store, name, box.incarnation, kind, seen, "belayer restore")
-            await SandboxRecovery(store, host, host_name(), "belayer restore").recover(name)
+            by = new_name(host_name())  # one of the actors, who wait for us, or we for them
+            await report_sandbox_failure(store, name, box.incarnation, kind, seen, by)
+            recovery = SandboxRecovery(store, host, host_name(), by, SANDBOX_PATIENCE_S)
+            while True:
+                try:
+                    await recovery.recover(name)
+                    break
+                except (FencedError, WrongSequenceError):
+                    continue
         now = await look(store, name)
-        return outcome | {"restored": now.phase == "live", "incarnation": now.incarnation, "why": ""}
+        if now.phase != "live":
+            after = trajectory.fold(await Reader(store, ids.trajectory(name), from_mark=True).catch_up())
+            return outcome | {"phase": after.phase, "why": after.reason or f"the sandbox is {now.phase}"}
+        if isinstance(now.container, SandboxRestored):  # another one than was planned when that could not be restored
+            at, rewound = now.restored_from, before.action is not None or now.restored_from != before.boundary
+            outcome |= {
+                "checkpoint": now.container.checkpoint or "the initial state",
+                "boundary": at.number,
+                "left_out": [msgspec.structs.asdict(one) for one in now.container.left_out],
+                "actions_again": max(0, before.boundary.number - at.number),
+                "tokens_again": _tokens_after(before, at.sequence) if rewound else 0,
+            }
+        return outcome | {"restored": True, "incarnation": now.incarnation, "why": ""}
     finally:
         await store.close()
 

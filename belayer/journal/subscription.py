@@ -208,8 +208,15 @@ class RedisSubscription:
                 ended.set()
 
     def _add_ready(self, shard: int, entries: Reply) -> None:
-        now = time.monotonic()
-        self._ready.extend((self._notice(shard, entry), now) for entry in entries)
+        """CodecError for one that cannot be read, when all others are added."""
+        now, unreadable = time.monotonic(), None
+        for entry in entries:
+            try:
+                self._ready.append((self._notice(shard, entry), now))
+            except CodecError as error:
+                unreadable = error
+        if unreadable is not None:
+            raise unreadable
 
     async def _ask_group(
         self, shard: int, *command: Packable, block_s: float = 0.0, ended: asyncio.Event | None = None

@@ -28,6 +28,9 @@ from belayer.journal.events import (
 )
 from belayer.projections.trajectory import INITIAL, Boundary
 
+_NAMES = 16
+"""So many of those who have begun a recovery are kept."""
+
 SandboxPhase = Literal["none", "live", "failed", "recovering", "removed"]
 
 
@@ -59,6 +62,11 @@ class SandboxState(msgspec.Struct, frozen=True):
     """The epoch in which the newest checkpoint was begun."""
     recovery_epoch: int = 0
     """The epoch in which the newest recovery was begun."""
+    recovered_by: tuple[str, ...] = ()
+    """Who has begun to restore what is to be restored now, one after the other, each once."""
+    abandoned_at: Boundary = INITIAL
+    abandoned: int = 0
+    """How many captures of that boundary in a row have been left open: their checkpointers died, likely of them."""
 
     @property
     def incarnation(self) -> str:
@@ -91,14 +99,16 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
                 container=event,
                 restored_from=at,
                 failure=None,
+                recovered_by=(),
                 repeats=state.repeats + 1 if at == state.restored_from else 0,
             )
         case FailureDetected() if event.incarnation == state.incarnation and state.phase == "live":
             return replace(state, sequence=sequence, phase="failed", failure=event, failures=state.failures + 1)
-        case RecoveryStarted() if state.phase == "failed":
-            return replace(state, sequence=sequence, phase="recovering", recovery_epoch=state.epoch)
-        case RecoveryStarted() if state.phase == "recovering":
-            return replace(state, sequence=sequence, recovery_epoch=state.epoch)
+        case RecoveryStarted() if state.phase in ("failed", "recovering"):
+            by = (*(each for each in state.recovered_by if each != event.recovered_by), event.recovered_by)
+            return replace(
+                state, sequence=sequence, phase="recovering", recovery_epoch=state.epoch, recovered_by=by[-_NAMES:]
+            )
         case CheckpointStarted():
             return replace(state, sequence=sequence, open_checkpoint=event, capture_epoch=state.epoch)
         case CheckpointPublished():
@@ -117,6 +127,7 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
             return replace(state, sequence=sequence, held=held, open_checkpoint=left, refused=0)
         case CheckpointDiscarded():
             published = {name: kept for name, kept in state.published.items() if name != event.checkpoint}
+            at, abandoned = _abandoned(state, event.checkpoint)
             return replace(
                 state,
                 sequence=sequence,
@@ -124,6 +135,9 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
                 held=tuple(pair for pair in state.held if pair[0] != event.checkpoint),
                 open_checkpoint=_still_open(state, event.checkpoint),
                 refused=state.refused + (event.checkpoint not in state.published),
+                recovered_by=() if event.checkpoint in state.published else state.recovered_by,
+                abandoned_at=at,
+                abandoned=abandoned,
             )
         case SandboxRemoved():
             return replace(state, sequence=sequence, phase="removed", published={}, held=(), open_checkpoint=None)
@@ -131,6 +145,15 @@ def evolve(state: SandboxState, sequence: int, event: AnyEvent) -> SandboxState:
             return replace(state, sequence=sequence, epoch=event.epoch, writer=event.writer)
         case _:
             return replace(state, sequence=sequence)
+
+
+def _abandoned(state: SandboxState, discarded: str) -> tuple[Boundary, int]:
+    """Counts a capture that is discarded in a later epoch than it was begun in."""
+    started = state.open_checkpoint
+    if started is None or started.checkpoint != discarded or state.capture_epoch == state.epoch:
+        return state.abandoned_at, state.abandoned
+    at = Boundary(started.boundary, started.boundary_sequence)
+    return at, state.abandoned + 1 if at == state.abandoned_at else 1
 
 
 def _still_open(state: SandboxState, settled: str) -> CheckpointStarted | None:
