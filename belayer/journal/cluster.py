@@ -2,7 +2,8 @@
 
 Any node may be asked who owns a slot; those of the URL are only where we begin, later all that a node has named are
 asked. At every opening of a link the first one that answers is believed, unless the server itself redirected us
-(MOVED), which is newer. A stale answer leads to a server that redirects, and so to the right one.
+(MOVED), which is newer. A stale answer leads to a server that redirects, and so to the right one; or to one that is
+dead, or cut off from the others (CLUSTERDOWN), and then the next node is asked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from redis.crc import key_slot  # CRC16 of the hash tag modulo 16384 (Redis Clus
 from belayer.errors import InputError, ServerRefusedError
 from belayer.journal.address import FORMS, Address, parse_places
 from belayer.journal.link import Link, LinkLostError, Reply, pack
-from belayer.journal.replies import is_transient
+from belayer.journal.replies import CLUSTER_DOWN, is_transient
 from belayer.journal.route import Route
 
 _PORT = 6379
@@ -47,10 +48,10 @@ class ClusterRoutes:
     def of(self, key: bytes) -> Route:
         return _SlotRoute(self, key_slot(key))
 
-    async def owner(self, slot: int, timeout_s: float) -> Address:
-        """The slot's primary, as the first node that answers has it."""
+    async def owner(self, slot: int, timeout_s: float) -> tuple[Address, Place]:
+        """The slot's primary, as the first node that answers has it, and that node."""
         problems: list[str] = []
-        for place in dict.fromkeys([*self._nodes, *self._named]):
+        for place in self._all():
             address = self.address(place)
             try:
                 answer = await self._slots(address, min(timeout_s, _ANSWER_S))
@@ -60,12 +61,24 @@ class ClusterRoutes:
             self._nodes = list(dict.fromkeys([place, *(owner for _, _, owner in answer)]))
             for first, last, owner in answer:
                 if first <= slot <= last:
-                    return self.address(owner)
+                    return self.address(owner), place
             problems.append(f"{address.shown} says that slot {slot} has no owner")
         raise LinkLostError("; ".join(problems))
 
+    def doubt(self, place: Place) -> None:
+        """What this node said leads nowhere: ask the others first from here on."""
+        self._nodes = [*(node for node in self._all() if node != place), place]
+
+    @property
+    def known(self) -> int:
+        """How many nodes there are to ask."""
+        return len(self._all())
+
     def address(self, place: Place) -> Address:
         return self._login.at(*place)
+
+    def _all(self) -> list[Place]:
+        return list(dict.fromkeys([*self._nodes, *self._named]))
 
     async def _slots(self, address: Address, timeout_s: float) -> list[tuple[int, int, Place]]:
         """First slot, last slot and primary of each range."""
@@ -91,6 +104,7 @@ class _SlotRoute:
         self._slot = slot
         self._moved_to: Address | None = None
         self._last: Address | None = None
+        self._told_by: Place | None = None
 
     @property
     def shown(self) -> str:
@@ -98,8 +112,20 @@ class _SlotRoute:
 
     async def open(self, name: str, timeout_s: float) -> Link:
         moved_to, self._moved_to = self._moved_to, None
-        self._last = address = moved_to or await self._routes.owner(self._slot, timeout_s)
-        return await _opened(address, name, timeout_s)
+        problems: dict[str, str] = {}
+        for _ in range(self._routes.known):
+            address = moved_to
+            if address is None:
+                address, self._told_by = await self._routes.owner(self._slot, timeout_s)
+            self._last = address
+            if address.shown not in problems:
+                try:
+                    return await _opened(address, name, timeout_s)
+                except LinkLostError as error:
+                    problems[address.shown] = error.cause
+            moved_to = None
+            self._doubt()
+        raise LinkLostError("; ".join(problems.values()))
 
     async def open_asked(self, reply: str, name: str, timeout_s: float) -> Link:
         if (address := self._redirected_to(reply)) is None:
@@ -110,7 +136,13 @@ class _SlotRoute:
         return True
 
     def redirected(self, reply: str) -> None:
+        if reply.startswith(CLUSTER_DOWN):
+            self._doubt()
         self._moved_to = self._redirected_to(reply) or self._moved_to
+
+    def _doubt(self) -> None:
+        if self._told_by is not None:
+            self._routes.doubt(self._told_by)
 
     def _redirected_to(self, reply: str) -> Address | None:
         """The place in a MOVED or ASK reply; without a host it is the host of the server that said so."""

@@ -9,10 +9,12 @@ from belayer.errors import JournalError, ServerRefusedError
 REFUSED_ID = "ERR The ID specified in XADD"
 ASK = "ASK "
 """The key's slot is moving and the key has moved already: ask there, with ASKING, only this once."""
-ELSEWHERE = ("READONLY", "MASTERDOWN", "MOVED ")
+CLUSTER_DOWN = "CLUSTERDOWN"
+"""Slots have no owner, as far as this node knows: it may be cut off from the others."""
+ELSEWHERE = ("READONLY", "MASTERDOWN", "MOVED ", CLUSTER_DOWN)
 """Errors that say that this server is not, or no longer, the one for the key: connect again."""
 TRANSIENT = (
-    *(*ELSEWHERE, ASK, "TRYAGAIN", "CLUSTERDOWN", "UNBLOCKED"),
+    *(*ELSEWHERE, ASK, "TRYAGAIN", "UNBLOCKED"),
     *("LOADING", "BUSY ", "OOM", "MISCONF", "NOREPLICAS"),
 )
 """Errors that pass: the command had no effect and is sent again until the deadline."""

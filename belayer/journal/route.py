@@ -34,7 +34,7 @@ class Route(Protocol):
         ...
 
     def redirected(self, reply: str) -> None:
-        """A server said that it is not the one (MOVED, READONLY); the next link leads elsewhere."""
+        """A server said that it is not the one (MOVED, READONLY, CLUSTERDOWN); the next link leads elsewhere."""
         ...
 
 
