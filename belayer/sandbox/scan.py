@@ -14,7 +14,7 @@ import stat
 import time
 from contextlib import suppress
 
-from belayer.sandbox.folders import FOLDER, MOVED, Folders, open_file, unless_moved
+from belayer.sandbox.folders import FOLDER, MOVED, NAMED, Folders, open_file, unless_moved
 from belayer.sandbox.limits import PIECE_BYTES, Step, unbounded
 
 PATH_LIMIT_BYTES = 4095
@@ -23,6 +23,7 @@ CHUNK_BYTES = 1 << 20
 SEEN_EVERY = 1000
 TICK_NS = 20_000_000
 OVERLAY = "trusted.overlay."
+ELSEWHERE = frozenset(("redirect", "metacopy"))
 OVERLAY_FS = 0x794C7630
 FICLONE = 0x40049409
 """ioctl_ficlone(2): share the data of a whole file."""
@@ -106,6 +107,7 @@ def copy_entry(source: int, target: int, name: bytes, found: os.stat_result, ste
             os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
         else:
             os.mknod(name, found.st_mode, found.st_rdev, dir_fd=target)
+            _copy_xattrs_by_name(source, target, name)
         copy_metadata(target, name, found)
         return True
     return False
@@ -125,7 +127,6 @@ def copy_xattrs_of(source: int, target: int, name: bytes) -> None:
     try:
         copy = os.open(name, FOLDER, dir_fd=target)
         try:
-            _remove_xattrs(copy)
             _copy_xattrs(original, copy)
         finally:
             os.close(copy)
@@ -135,10 +136,7 @@ def copy_xattrs_of(source: int, target: int, name: bytes) -> None:
 
 def copy_root_xattrs(root: int, copy: int) -> None:
     """The same for the folders that layers themselves are. What overlay notes there is each mount's own."""
-    _remove_xattrs(copy)
-    for name in os.listxattr(root):
-        if not name.startswith(OVERLAY):
-            os.setxattr(copy, name, os.getxattr(root, name))
+    _set_xattrs(root, copy, [name for name in os.listxattr(root) if not name.startswith(OVERLAY)])
 
 
 def copy_root_metadata(copy: int, found: os.stat_result) -> None:
@@ -229,18 +227,40 @@ def file_system_of(fd: int) -> int:
     return buffer[0]
 
 
-def _remove_xattrs(copy: int) -> None:
-    for old in os.listxattr(copy):
-        if not old.startswith(OVERLAY):
-            os.removexattr(copy, old)
-
-
 def _copy_xattrs(original: int, copy: int) -> None:
     """Overlay's own attributes mean something in a layer. An overlay mount refuses them, or from Linux 6.7 on would
-    show them in the container: Documentation/filesystems/overlayfs.rst, 'Nesting overlayfs mounts'."""
-    names = os.listxattr(original)
-    own = [name for name in names if name.startswith(OVERLAY)]
-    if own and file_system_of(copy) == OVERLAY_FS:
-        names = [name for name in names if name not in own]
+    show them in the container: Documentation/filesystems/overlayfs.rst, 'Nesting overlayfs mounts'. OSError when what
+    they mean is not in the entry itself: a folder's old name, a file's contents below."""
+    _set_xattrs(original, copy, _meant_for(copy, os.listxattr(original)))
+
+
+def _copy_xattrs_by_name(source: int, target: int, name: bytes) -> None:
+    """The same for entries that are not to be opened."""
+    original = os.open(name, NAMED, dir_fd=source)
+    try:
+        copy = os.open(name, NAMED, dir_fd=target)
+        try:
+            path = f"/proc/self/fd/{original}"
+            _set_xattrs(path, f"/proc/self/fd/{copy}", _meant_for(copy, os.listxattr(path)))
+        finally:
+            os.close(copy)
+    finally:
+        os.close(original)
+
+
+def _meant_for(copy: int, names: list[str]) -> list[str]:
+    own = {name.removeprefix(OVERLAY) for name in names if name.startswith(OVERLAY)}
+    if not own or file_system_of(copy) != OVERLAY_FS:
+        return names
+    if elsewhere := own & ELSEWHERE:
+        raise OSError(errno.EOPNOTSUPP, f"only an empty layer can take its {elsewhere.pop()}")
+    return [name for name in names if not name.startswith(OVERLAY)]
+
+
+def _set_xattrs(original: int | str, copy: int | str, names: list[str]) -> None:
+    """What the copy has besides, it has from its folder: a default access control list."""
+    for old in os.listxattr(copy):
+        if old not in names and not old.startswith(OVERLAY):
+            os.removexattr(copy, old)
     for name in names:
         os.setxattr(copy, name, os.getxattr(original, name))
