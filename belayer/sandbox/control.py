@@ -24,13 +24,15 @@ from belayer.sandbox.folders import FOLDER, open_file, open_node
 
 DOORBELL = "doorbell"
 REPLY_LIMIT_BYTES = 256 << 20
+SHARED_BYTES = 2 * REPLY_LIMIT_BYTES
+"""All that may lie in the folder. It is in memory, and counts as the container's."""
 LOOK_EVERY_S = 0.25
 """How often a waiting host looks whether a dead checkpointer has left the container frozen."""
 
 
 def make_folder(folder: Path, action: int | None = None) -> None:
     """A fresh control folder. With an action: for a runner restored idle after that action."""
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700, parents=True)
     os.mkfifo(folder / DOORBELL, 0o600)
     if action is not None:
         (folder / f"idle-{action}").touch(0o600)

@@ -142,7 +142,7 @@ class DockerHost:
                 await asyncio.to_thread(self._containers.remove, name)
             except DockerRefusedError as error:
                 raise HostUnfitError("Docker", f"it does not remove {incarnation}: {error}", "see its log") from None
-        await asyncio.to_thread(unmount_leftovers, container_id, restoring)
+        await asyncio.to_thread(unmount_leftovers, container_id, self._home.run_folder(incarnation))
         try:
             await asyncio.to_thread(self._home.remove_run_folder, incarnation)
         except OSError as error:

@@ -2,7 +2,8 @@
 
     HOME/criu/                       CRIU and pycriu
     HOME/run/INCARNATION/            0700; locked (flock) by whoever freezes the container
-    HOME/run/INCARNATION/control/    the runner's control folder, bind-mounted into the container
+    HOME/run/INCARNATION/shared/     a small tmpfs, so that a container fills no disk of ours
+    HOME/run/INCARNATION/shared/control/  the runner's control folder in it, bind-mounted into the container
     HOME/checkpoints/NAME/           a published checkpoint
     HOME/checkpoints/.partial-*      one being made, locked (flock) by its maker; unlocked: left over, to be removed
     HOME/checkpoints/.removed-*      one being removed; whoever finds it may finish
@@ -68,7 +69,8 @@ class Home:
         return self._run / ids.checked_name(incarnation)
 
     def control_folder(self, incarnation: str) -> Path:
-        return self.run_folder(incarnation) / "control"
+        """In a folder of its own, on which a tmpfs is mounted (`mount_bounded`)."""
+        return self.run_folder(incarnation) / "shared" / "control"
 
     def restore_folder(self, incarnation: str) -> Path:
         """Logs and the lazy-pages daemon of the restore that made the container, if one did."""

@@ -21,14 +21,14 @@ from belayer.sandbox import given, lazy
 from belayer.sandbox.apply import apply
 from belayer.sandbox.captured import rebase
 from belayer.sandbox.containers import Container, Containers
-from belayer.sandbox.control import make_folder
+from belayer.sandbox.control import SHARED_BYTES, make_folder
 from belayer.sandbox.docker_sandbox import DockerSandbox
 from belayer.sandbox.gate import Gate
 from belayer.sandbox.given import Edited
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import fill
 from belayer.sandbox.manifest import IMAGES, LAYER, RUNNER_STATE, Manifest, read_edited, read_index, read_probe
-from belayer.sandbox.mounts import criu_settings
+from belayer.sandbox.mounts import criu_settings, mount_bounded
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import Incarnation
 from belayer.sandbox.quiet import traits
@@ -97,6 +97,7 @@ class Maker:
     def _make(self, name: str, owner: Owner, action: int | None) -> Container:
         self._home.make_run_folder(name, owner)
         control = self._home.control_folder(name)
+        mount_bounded(control.parent, SHARED_BYTES)
         make_folder(control, action)
         made = self._containers.create(name, owner, control)
         self._home.set_owner(name, msgspec.structs.replace(owner, container_id=made.id))

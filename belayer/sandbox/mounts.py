@@ -21,12 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from belayer.errors import HostUnfitError
 from belayer.sandbox.text import rows_of, shown
 
 CONTAINER = "{container}"
 """Stands for the container's id in a path that is told at the restore."""
 MASKED = ("/proc/", "/sys/firmware", "/sys/devices/")
 MNT_DETACH = 2
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+BOUNDED_INODES = 4096
 CRIUS_OWN = "/.criu."
 """In the names of the mounts that every CRIU makes for itself and takes away again, in the host's namespace."""
 
@@ -103,17 +106,30 @@ def mounted(process: str) -> list[Mount]:
     return [mount for mount in _mountinfo(process) if CRIUS_OWN not in mount.where]
 
 
-def unmount_leftovers(container_id: str, restore_folder: Path) -> None:
-    """Undo what a CRIU or runc that failed or was killed in a restore of the container has left mounted on the host.
+def mount_bounded(folder: Path, size_bytes: int) -> None:
+    """Make the folder, in memory and of limited size: what a container writes there fills no disk. HostUnfitError."""
+    folder.mkdir(mode=0o700)
+    options = f"mode=0700,size={size_bytes},nr_inodes={BOUNDED_INODES}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    if libc.mount(b"belayer", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(flags), options.encode()) != 0:
+        found = f"no tmpfs at {folder}: {os.strerror(ctypes.get_errno())}"
+        raise HostUnfitError("mounts", found, "run Belayer with CAP_SYS_ADMIN, where dockerd sees what it mounts")
 
-    CRIU's are in the folder where it worked; runc's is the container's root, in runc's folder of the container. Must
-    come before the folders are removed: one of them is the host's cgroups.
+
+def unmount_leftovers(container_id: str, run_folder: Path) -> None:
+    """Unmount what is in the container's folder, and what a CRIU or runc that failed or was killed in a restore of it
+    has left mounted on the host.
+
+    CRIU's are in the folder too; runc's is the container's root, in runc's folder of the container. Must come before
+    the folders are removed: one of them is the host's cgroups.
     """
     root = f"/{container_id}/criu-root"
+    run_folder = run_folder.resolve()
     libc = ctypes.CDLL(None, use_errno=True)
     for mount in reversed(_mountinfo("self")):
         where = Path(mount.where)
-        if restore_folder in where.parents or (container_id and mount.where.endswith(root)):
+        if run_folder in where.parents or (container_id and mount.where.endswith(root)):
             libc.umount2(os.fsencode(where), MNT_DETACH)
             if mount.where.endswith(root):
                 with suppress(OSError):  # not empty: then it is somebody's

@@ -92,6 +92,8 @@ async def test_belayers_folder_may_lie_in_memory(memory_bench: Bench) -> None:
 async def test_a_container_whose_folder_is_gone_can_be_removed(bench: Bench, home: Path) -> None:
     live = await bench.create()
     await live.sandbox.close()
-    await asyncio.to_thread(os.rename, home / "run" / live.incarnation.name, home / "gone")
+    folder = home / "run" / live.incarnation.name
+    await asyncio.to_thread(unmount_leftovers, "", folder)
+    await asyncio.to_thread(os.rename, folder, home / "gone")
     await bench.host.remove(live.incarnation.name)
     assert await bench.host.incarnations(bench.run) == []

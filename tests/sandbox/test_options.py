@@ -165,7 +165,7 @@ async def test_a_user_cannot_speak_for_the_host_or_the_runner(bench: Bench, home
         for attempt in attempts:
             seen = await live.sh(f"({attempt}) 2>&1; exit $(($? == 0))")
             assert re.search("denied|not permitted|must be superuser", seen, re.IGNORECASE), seen
-        names = {path.name for path in (home / "run" / live.incarnation.name / "control").iterdir()}
+        names = {path.name for path in (home / "run" / live.incarnation.name / "shared/control").iterdir()}
         kinds = {name.partition("-")[0] for name in names}
         assert kinds <= {"doorbell", "idle", "busy", "bell"}, names
         live = await again(bench, live, spec)
