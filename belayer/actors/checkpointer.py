@@ -105,7 +105,7 @@ class Checkpointer:
             self._store,
             ids.sandbox(name),
             lambda: self._sandboxes.look(name),
-            lambda state: state.capture_epoch if state.open_checkpoint is not None else None,
+            self._under_way,
             self._host_name,
             self._patience_s,
         )
@@ -126,6 +126,10 @@ class Checkpointer:
         if await self._wanted(name, prefix, state):
             with steps.step("checkpoint", stream=str(writer.stream), epoch=writer.epoch):
                 await self._capture(writer, name, prefix, state)
+
+    def _under_way(self, state: SandboxState) -> int | None:
+        """The epoch of the capture that another one is at; what we have left open, nobody is at."""
+        return None if state.open_checkpoint is None or state.writer == self._by else state.capture_epoch
 
     async def _wanted(self, name: str, prefix: TrajectoryState, state: SandboxState) -> bool:
         """Whether the boundary has no checkpoint and, as far as the journal knows, the sandbox still stands at it; and

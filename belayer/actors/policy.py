@@ -119,6 +119,6 @@ def delay_s(outlook: Outlook, history: CheckpointHistory) -> float:
 def decide(outlook: Outlook, history: CheckpointHistory) -> bool:
     """Whether to checkpoint at this boundary."""
     since = history.timed_out_at_s
-    if since is not None and outlook.now_s - since < COOL_DOWN_S:
+    if since is not None and 0 <= outlook.now_s - since < COOL_DOWN_S:  # before: the clock was set back since
         return False
     return saving_s(outlook) > delay_s(outlook, history)

@@ -7,14 +7,16 @@ that dies in between is followed by another that finds the thing still there.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import structlog
 
 from belayer import ids
 from belayer.actors.sandboxes import incarnation_epoch, is_checkpoint_of, look
 from belayer.actors.worker_recovery import process_of
-from belayer.errors import JournalError
+from belayer.errors import FencedError, JournalError, JournalUnavailableError, WrongSequenceError
 from belayer.gpu.protocol import EngineHost
-from belayer.ids import StreamKind
+from belayer.ids import StreamId, StreamKind
 from belayer.journal.events import RunFinished, SandboxRemoved, WorkerRemoved
 from belayer.journal.store import JournalStore, Notice
 from belayer.journal.writer import Reader, mark_of, take_over
@@ -103,26 +105,52 @@ class Reaper:
         await self.remove_run(name)
 
     async def remove_run(self, name: str) -> None:
-        """Remove every engine, container and checkpoint of the run here; without a journal, as far as that goes."""
+        """Remove every engine, container and checkpoint of the run here.
+
+        JournalUnavailableError: the containers and checkpoints are removed, by their label; do it again for the rest.
+        """
         try:
             await self._remove_journaled(name)
-        except JournalError as error:
-            log.warning("the journal is gone; removing by label", run=name, error=str(error))
+        except JournalUnavailableError as error:
+            log.warning("the journal does not answer; removing by label", run=name, error=str(error))
+            await self._sandboxes.remove_run(name)
+            raise
         await self._sandboxes.remove_run(name)
 
     async def _remove_journaled(self, name: str) -> None:
         for stream in await self._store.streams(StreamKind.WORKER):
-            state = worker.fold(await Reader(self._store, stream).catch_up())
-            for incarnation, engine in state.engines.items():
-                here = engine.registered.host == self._host_name
-                if state.run == name and here and engine.status != "removed":
-                    writer, _ = await take_over(self._store, stream, self._by)
-                    await writer.append(WorkerRemoved(incarnation, f"run {name} is over"))
-                    await self._engines.kill(process_of(engine))
+            await self._whoever_comes_between(stream, lambda stream: self._remove_engines(stream, name))
         for stream in await self._store.streams(StreamKind.SANDBOX):
-            if (await look(self._store, stream.name)).run == name:
-                await self._remove_sandbox(stream.name, f"run {name} is over")
-        stream = ids.run(name)
+            await self._whoever_comes_between(stream, lambda stream: self._remove_sandbox_of(stream, name))
+        await self._whoever_comes_between(ids.run(name), self._say_finished)
+
+    async def _whoever_comes_between(self, stream: StreamId, remove: Callable[[StreamId], Awaitable[None]]) -> None:
+        """Do it, again when another writer was faster: a detector, say, who sees the run's engines end. A stream that
+        cannot be read keeps nothing else from being removed."""
+        while True:
+            try:
+                return await remove(stream)
+            except (FencedError, WrongSequenceError):
+                continue
+            except JournalUnavailableError:
+                raise
+            except JournalError as error:
+                return log.warning("a stream was passed over", stream=str(stream), error=str(error))
+
+    async def _remove_engines(self, stream: StreamId, of_run: str) -> None:
+        state = worker.fold(await Reader(self._store, stream).catch_up())
+        for incarnation, engine in state.engines.items():
+            here = engine.registered.host == self._host_name
+            if state.run == of_run and here and engine.status != "removed":
+                writer, _ = await take_over(self._store, stream, self._by)
+                await writer.append(WorkerRemoved(incarnation, f"run {of_run} is over"))
+                await self._engines.kill(process_of(engine))
+
+    async def _remove_sandbox_of(self, stream: StreamId, of_run: str) -> None:
+        if (await look(self._store, stream.name)).run == of_run:
+            await self._remove_sandbox(stream.name, f"run {of_run} is over")
+
+    async def _say_finished(self, stream: StreamId) -> None:
         if not run.fold(await Reader(self._store, stream).catch_up()).finished:
             writer, _ = await take_over(self._store, stream, self._by)
             await writer.append(RunFinished("its owner is gone"))

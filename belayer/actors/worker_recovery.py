@@ -4,10 +4,11 @@ Handover: RecoveryStarted, promote the shadow (which proves that the old main ca
 WorkerReady in one append. Without a shadow a new main is started instead. Arming another shadow is work of its own,
 begun by the notice of the handover, so that nobody waits for it. A main whose memory server is gone serves on without
 a shadow and is replaced, memory server and all, as soon as it is idle, or after `drain_s`; until then the journal calls
-it draining, so that new requests go to other workers. A main that dies again soon after it was
-replaced is taken for a sign of a failing GPU: its worker is excluded, and its requests go to other workers. An engine
-that no event names is removed by the reaper. An engine is called ready with the version of the weights that it has: the
-memory server's word, and where there is none the old main's version for a shadow, 0 for an engine started anew.
+it draining, so that new requests go to other workers. A main that dies again soon after it was replaced is taken for a
+sign of a failing GPU: its worker is excluded, and its requests go to other workers; so is one for which no main can be
+started. An engine that no event names is removed by the reaper. An engine is called ready with the version of the
+weights that it has: the memory server's word, and where there is none the old main's version for a shadow, 0 for an
+engine started anew.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from belayer.projections.worker import EMPTY, EngineState, WorkerState, evolve, 
 
 DRAIN_S = 600.0
 """How long a main whose memory server is gone may go on with the requests that it has."""
+START_TRIES = 3
+"""How often a main is started anew, when no shadow can take over, before its worker is excluded."""
 _ASK_S = 5.0
 
 
@@ -82,6 +85,7 @@ class WorkerRecovery:
         self._relapse_s = relapse_s
         self._drain_s = drain_s
         self._arming: set[str] = set()
+        self._replacing: set[str] = set()
 
     async def start(self, name: str, run: str) -> WorkerState:
         """Start the worker's first main engine. A worker that has one is left as it is."""
@@ -92,11 +96,17 @@ class WorkerRecovery:
 
     async def recover(self, name: str) -> None:
         """Replace the main if it has failed, and arm a shadow if there is none; what is in order is left alone."""
+
+        def under_way(state: WorkerState) -> int | None:
+            """The epoch of the recovery that somebody is at. One that we have left for a later try is not."""
+            left = state.writer == self._by and name not in self._replacing
+            return state.recovery_epoch if state.recovering and not left else None
+
         state = await settled(
             self._store,
             ids.worker(name),
             lambda: look(self._store, name),
-            lambda state: state.recovery_epoch if state.recovering else None,
+            under_way,
             self._host_name,
             self._patience_s,
         )
@@ -122,6 +132,13 @@ class WorkerRecovery:
         return main is not None and main.status != "removed" and main.registered.host == self._host_name
 
     async def _replace_main(self, name: str, seen: int) -> None:
+        self._replacing.add(name)
+        try:
+            await self._replace(name, seen)
+        finally:
+            self._replacing.discard(name)
+
+    async def _replace(self, name: str, seen: int) -> None:
         started_s = time.monotonic()
         writer, history = await take_over(self._store, ids.worker(name), self._by, only_at=seen)
         state = fold(history)
@@ -156,6 +173,12 @@ class WorkerRecovery:
         except DeviceUnhealthyError as error:
             await writer.append(FailureDetected(state.main, "gpu", error.evidence, self._by))
             await self._clear(name)
+        except EngineFailedError as error:
+            await writer.append(FailureDetected(state.main, "died", f"its successor {error.evidence}", self._by))
+            if state.failed_starts + 1 >= START_TRIES:
+                why = f"no main could be started, {START_TRIES} times in a row: {error.evidence}"
+                await writer.append(FailureDetected(state.main, "gpu", why, self._by))
+                await self._clear(name)
 
     async def _clear(self, name: str) -> None:
         """End all engines of an excluded worker, the main last: while it is there, another actor finishes this.
@@ -197,7 +220,8 @@ class WorkerRecovery:
         try:
             writer, history = await take_over(self._store, ids.worker(name), self._by)
             now = fold(history)
-            if now.shadow is not None or (now.main != state.main and now.serving is None):
+            unwanted = now.shadow is not None or now.excluded or not self._here(now)
+            if unwanted or (now.main != state.main and now.serving is None):
                 await self._host.kill(shadow)
                 return
             version = now.engines[now.main].weight_version
@@ -257,12 +281,17 @@ def _relapse(history: Iterable[Recorded], within_s: float) -> str:
         if isinstance(event, FailureDetected) and event.incarnation == state.main and _is_death(state, event):
             deaths_ns.append(recorded.time_ns)
         state = evolve(state, recorded.sequence, event)
-    if len(deaths_ns) < 2 or deaths_ns[-1] - deaths_ns[-2] > within_s * 1e9:
-        return ""
+    if len(deaths_ns) < 2 or not 0 <= deaths_ns[-1] - deaths_ns[-2] <= within_s * 1e9:
+        return ""  # a clock that was set back in between tells nothing
     return f"a second main died within {(deaths_ns[-1] - deaths_ns[-2]) / 1e9:.1f} s (limit {within_s:.0f} s)"
 
 
 def _is_death(state: WorkerState, failed: FailureDetected) -> bool:
-    """Whoever sees it first says it: a gateway on another host calls a dead engine unreachable, as we one to renew."""
+    """Whoever sees it first says it: a gateway on another host calls a dead engine unreachable, as we one to renew.
+
+    What is said of a dead one again is about its successor.
+    """
+    if state.engines[failed.incarnation].status == "failed":
+        return False
     renewed = failed.kind == "unreachable" and state.engines[failed.incarnation].draining != ""
     return failed.kind in ("died", "hung", "unreachable") and not renewed

@@ -164,6 +164,7 @@ async def _work(
     """Run the actors until SIGTERM or SIGINT, or until the owner has ended; then tidy up after him."""
     from belayer.actors.reaper import Reaper
     from belayer.actors.service import run_actors
+    from belayer.errors import JournalUnavailableError
     from belayer.processes import host_name, start_ticks, wait_exit
 
     ready = asyncio.Event()
@@ -193,7 +194,8 @@ async def _work(
             working.result()
         if orphaned.done() and run is not None:
             working.cancel()
-            await Reaper(store, sandboxes, engines, host_name(), f"actors/{os.getpid()}").remove_run(run)
+            with contextlib.suppress(JournalUnavailableError):  # the owner's server may have ended with him
+                await Reaper(store, sandboxes, engines, host_name(), f"actors/{os.getpid()}").remove_run(run)
     finally:
         for task in (working, orphaned, stopping):
             task.cancel()

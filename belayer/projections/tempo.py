@@ -1,7 +1,8 @@
 """How fast a trajectory goes: when its boundaries were committed and how long its generations take.
 
 A fold over the wall-clock times that the journal holds; pure and total. Times only steer when checkpoints are taken,
-never what is restored, so a clock that jumps costs at most a checkpoint too many or too few.
+never what is restored. A clock that is set back stands still here for once, so a jump costs at most a checkpoint too
+many or too few.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ RECENT = 16
 
 
 class Tempo(msgspec.Struct, frozen=True):
-    """`boundary_ns`: wall-clock time of each committed boundary of the live branch, by its sequence."""
+    """`boundary_ns`: time from the first event to each committed boundary of the live branch, by its sequence."""
 
     boundary_ns: dict[int, int] = {}
-    started_ns: int = 0
+    now_ns: int = 0
+    """From the first event to the last."""
+    last_ns: int = 0
+    """The wall-clock time of the last event."""
     generation_began_ns: int = 0
     recent_generations_s: tuple[float, ...] = ()
     """How long the last `RECENT` generations took, oldest first."""
 
     def work_since_s(self, boundary_sequence: int, checkpoint_sequence: int) -> float:
         """The time that it took to get from the checkpoint's boundary to the other: what a loss would cost."""
-        end = self.boundary_ns.get(boundary_sequence, self.started_ns)
-        begin = self.boundary_ns.get(checkpoint_sequence, self.started_ns)
+        end = self.boundary_ns.get(boundary_sequence, 0)
+        begin = self.boundary_ns.get(checkpoint_sequence, 0)
         return max(0.0, (end - begin) / 1e9)
 
 
@@ -45,9 +49,9 @@ def fold(history: Iterable[Recorded], state: Tempo = EMPTY) -> Tempo:
 
 
 def _evolve(state: Tempo, recorded: Recorded) -> Tempo:
-    now_ns = recorded.time_ns
-    if not state.started_ns:
-        state = replace(state, started_ns=now_ns)
+    passed_ns = max(0, recorded.time_ns - state.last_ns) if state.last_ns else 0
+    now_ns = state.now_ns + passed_ns
+    state = replace(state, now_ns=now_ns, last_ns=recorded.time_ns)
     match recorded.event:
         case GenerationStarted():
             return replace(state, generation_began_ns=now_ns)

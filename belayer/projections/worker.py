@@ -52,6 +52,8 @@ class WorkerState(msgspec.Struct, frozen=True):
     """Who began the epoch."""
     recovery_epoch: int = 0
     """The epoch in which the newest recovery was begun."""
+    failed_starts: int = 0
+    """How many starts of a main in a row have failed: each is one more failure of the one that it was to replace."""
     excluded: str = ""
     """Why nothing is started for this worker any more: its GPU is not healthy. Its requests go to other workers."""
 
@@ -95,11 +97,22 @@ def evolve(state: WorkerState, sequence: int, event: AnyEvent) -> WorkerState:
         case WorkerReady():
             ready = _with(state, event.incarnation, status="ready", weight_version=event.weight_version)
             recovering = state.recovering and event.incarnation != state.main
-            return replace(state, sequence=sequence, engines=ready, recovering=recovering)
+            starts = 0 if event.incarnation == state.main else state.failed_starts
+            return replace(state, sequence=sequence, engines=ready, recovering=recovering, failed_starts=starts)
         case FailureDetected():
+            again = state.recovering and event.incarnation == state.main
+            starts = state.failed_starts + again
+            recovering = state.recovering and not again
             failed = _with(state, event.incarnation, status="failed", evidence=event.evidence)
             excluded = event.evidence if event.kind == "gpu" else state.excluded
-            return replace(state, sequence=sequence, engines=failed, excluded=excluded)
+            return replace(
+                state,
+                sequence=sequence,
+                engines=failed,
+                excluded=excluded,
+                recovering=recovering,
+                failed_starts=starts,
+            )
         case RecoveryStarted():
             return replace(state, sequence=sequence, recovering=True, recovery_epoch=state.epoch)
         case HandoverCompleted():
@@ -109,6 +122,7 @@ def evolve(state: WorkerState, sequence: int, event: AnyEvent) -> WorkerState:
                 engines=_with(state, event.from_incarnation, status="failed"),
                 main=event.to_incarnation,
                 recovering=False,
+                failed_starts=0,
                 handovers=state.handovers + 1,
             )
         case WorkerDraining():

@@ -7,12 +7,15 @@ from belayer import ids
 from belayer.actors.policy import COOL_DOWN_S, CheckpointHistory, Outlook, decide, delay_s, history_of
 from belayer.journal.codec import Recorded
 from belayer.journal.events import (
+    ActionCommitted,
     AnyEvent,
     CheckpointDiscarded,
     CheckpointExtended,
     CheckpointPublished,
     CheckpointStarted,
+    EpochStarted,
 )
+from belayer.projections import tempo
 from benchmarks.policy import Timing, adaptive, cost, optimum, policies
 
 seconds = st.floats(0.01, 100.0)
@@ -88,3 +91,19 @@ def test_a_sandboxs_stream_tells_what_its_captures_took() -> None:
     assert refused.timed_out_at_s is None
     late = told((1.0, started), (3.0, published), (10.0, started), (100.0, CheckpointDiscarded("c", "given up")))
     assert (late.timed_out_at_s, late.took(1.0).timed_out_at_s) == (100.0, 100.0)
+
+
+def test_a_clock_that_is_set_back_ends_the_cool_down() -> None:
+    history = CheckpointHistory().took(0.1).timed_out(now_s=100_000.0)
+    assert decide(Outlook(1000.0, 1, (10.0,), now_s=10.0), history)
+
+
+def test_work_counts_on_after_a_clock_was_set_back() -> None:
+    hour_ns = 3600 * 10**9
+    times_ns = [10 * hour_ns, 11 * hour_ns, 2 * hour_ns, 3 * hour_ns]  # set back by nine hours after the second event
+    events = [EpochStarted(1, "a"), *(ActionCommitted(number, 0, b"", b"", 0.1) for number in (1, 2, 3))]
+    state = tempo.fold(
+        Recorded(ids.trajectory("t"), 1, sequence, b"", time_ns, b"", b"", event)
+        for sequence, (time_ns, event) in enumerate(zip(times_ns, events, strict=True), 1)
+    )
+    assert (state.work_since_s(2, 0), state.work_since_s(3, 2), state.work_since_s(4, 2)) == (3600.0, 0.0, 3600.0)

@@ -14,15 +14,23 @@ import pytest
 from belayer import ids
 from belayer.actors.detector import Detector
 from belayer.actors.reports import report_engine_failure
-from belayer.actors.worker_recovery import WorkerRecovery, look, process_of
-from belayer.errors import FencedError, UnguardedMainError, WrongSequenceError
+from belayer.actors.worker_recovery import START_TRIES, WorkerRecovery, look, process_of
+from belayer.errors import (
+    EngineFailedError,
+    FencedError,
+    JournalUnavailableError,
+    UnguardedMainError,
+    WrongSequenceError,
+)
 from belayer.gpu.protocol import EngineProcess, Handover
 from belayer.gpu.recorded_host import RecordedEngineHost
 from belayer.gpu.recorded_prefix import ASSISTANT, END, USER, TokenRecording
-from belayer.journal.events import EpochStarted, FailureDetected, HandoverCompleted
+from belayer.ids import StreamId
+from belayer.journal.codec import Entry
+from belayer.journal.events import EpochStarted, FailureDetected, HandoverCompleted, WorkerRemoved
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import Notice
-from belayer.journal.writer import Reader
+from belayer.journal.writer import Reader, take_over
 from belayer.processes import host_name, is_alive
 from belayer.projections.worker import WorkerState
 from tests.waiting import DEADLINE_S, until, within
@@ -239,3 +247,117 @@ async def _updated_and(engines: Trained, serves: Awaitable[bool]) -> bool:
 async def _kill_all(engines: RecordedEngineHost, state: WorkerState) -> None:
     for engine in state.engines.values():
         await engines.kill(process_of(engine))
+
+
+class Startless(RecordedEngineHost):
+    """Engines that do not start while `broken`; a shadow's start goes on once it may."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, folder / "log", owner_pid=os.getpid())
+        self.broken = False
+        self.starts = 0
+        self.arming = asyncio.Event()
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+
+    async def start(self, incarnation: str, role: Literal["main", "shadow"]) -> EngineProcess:
+        self.starts += 1
+        if self.broken:
+            raise EngineFailedError(incarnation, "did not start (no memory)")
+        started = await super().start(incarnation, role)
+        if role == "shadow":
+            self.arming.set()
+            await self.may_go_on.wait()
+        return started
+
+
+def startless(tmp_path: Path) -> Startless:
+    recording = TokenRecording("r", [USER, 1, END, ASSISTANT], [[2, END]])
+    (tmp_path / "r.recording.json").write_bytes(msgspec.json.encode(recording))
+    return Startless(tmp_path)
+
+
+async def test_a_worker_for_which_no_main_can_be_started_is_excluded(tmp_path: Path) -> None:
+    engines, store = startless(tmp_path), MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab", patience_s=1000.0)
+    first = (await recovery.start("w", "run")).serving
+    assert first is not None
+    engines.broken = True
+    engines.starts = 0
+    await engines.kill(process_of(first))
+    await report_engine_failure(store, "w", first.registered.incarnation, "died", "killed", "test")
+    for _ in range(2 * START_TRIES):  # one of them for each notice
+        await asyncio.wait_for(recover(recovery), 10)
+    state = await look(store, "w")
+    assert engines.starts == START_TRIES
+    assert "no main could be started, 3 times in a row" in state.excluded and "no memory" in state.excluded
+    assert {engine.status for engine in state.engines.values()} == {"removed"}
+
+
+@pytest.mark.parametrize("excluded", [True, False])
+async def test_a_shadow_that_is_armed_for_a_worker_that_is_gone_is_ended(tmp_path: Path, excluded: bool) -> None:
+    engines, store = startless(tmp_path), MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab")
+    main = (await recovery.start("w", "run")).main
+    engines.may_go_on.clear()
+    arming = asyncio.create_task(recover(recovery))
+    await asyncio.wait_for(engines.arming.wait(), 30)
+    writer, _ = await take_over(store, ids.worker("w"), "reaper")
+    if excluded:
+        await writer.append(FailureDetected(main, "gpu", "XID 79", "detector"))
+    else:
+        await writer.append(WorkerRemoved(main, "run run is over"))
+    engines.may_go_on.set()
+    await asyncio.wait_for(arming, 30)
+    try:
+        assert list((await look(store, "w")).engines) == [main]
+        assert sum(child.poll() is None for child in engines._children) <= 1, "the main, which is the reaper's"
+    finally:
+        await _kill_all(engines, await look(store, "w"))
+
+
+class Uncertain(MemoryStore):
+    """Does not answer to the first append of a handover."""
+
+    lost = 1
+
+    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+        if notice_tag == "handover-completed" and self.lost:
+            self.lost -= 1
+            raise JournalUnavailableError("here", 0.0, "it is being restarted")
+        await super().append(stream, entry, notice_tag)
+
+
+async def test_what_a_recovery_left_for_later_it_does_not_wait_for(engines: RecordedEngineHost) -> None:
+    store = Uncertain()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab", patience_s=1000.0)
+    await recovery.start("w", "run")
+    await recover(recovery)
+    try:
+        main = (await look(store, "w")).engines[(await look(store, "w")).main]
+        await engines.kill(process_of(main))
+        await report_engine_failure(store, "w", main.registered.incarnation, "died", "killed", "test")
+        with pytest.raises(JournalUnavailableError):
+            await recover(recovery)
+        await asyncio.wait_for(recover(recovery), 30)
+        state = await look(store, "w")
+        assert state.handovers == 1 and state.serving is not None
+    finally:
+        await _kill_all(engines, await look(store, "w"))
+
+
+async def test_a_clock_that_was_set_back_excludes_no_worker(engines: RecordedEngineHost) -> None:
+    store = MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab", relapse_s=1.0)
+    await recovery.start("w", "run")
+    await recover(recovery)
+    try:
+        for time_ns in (2_000_000_000_000_000_000, 1_000_000_000_000_000_000):
+            state = await look(store, "w")
+            await engines.kill(process_of(state.engines[state.main]))
+            writer, _ = await take_over(store, ids.worker("w"), "detector")
+            await writer.append(FailureDetected(state.main, "died", "killed", "detector"), time_ns=time_ns)
+            await recover(recovery)
+        assert not (await look(store, "w")).excluded
+    finally:
+        await _kill_all(engines, await look(store, "w"))
