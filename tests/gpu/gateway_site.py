@@ -112,7 +112,7 @@ class Site:
             served = await stack.enter_async_context(
                 serving(self.store, workers.split(), self.report, made, tokenizer, "127.0.0.1", 0)
             )
-            connector = aiohttp.TCPConnector(socket_factory=_small_socket)
+            connector = aiohttp.TCPConnector(socket_factory=small_socket)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             yield Client(served.address, session, served)
 
@@ -137,7 +137,7 @@ async def site(
                 await host.kill(process_of(engine))
 
 
-def _small_socket(where: tuple[Any, ...]) -> socket.socket:
+def small_socket(where: tuple[Any, ...]) -> socket.socket:
     """With little room for what is not read, so that a slow reader is one soon."""
     made = socket.socket(*where[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)

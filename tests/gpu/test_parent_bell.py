@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 EXIT = {"x86_64": 60, "aarch64": 93}.get(os.uname().machine)
 """The system call that ends the calling thread alone."""
@@ -43,8 +45,8 @@ def test_children_end_with_their_parents_main_thread_and_not_before() -> None:
         assert parent.stdout.readline() == b"ready\n"
         parent.stdin.write(b"end\n")
         parent.stdin.flush()
-        assert select.select([parent.stdout], [], [], 30)[0], "the children live on"
+        assert select.select([parent.stdout], [], [], DEADLINE_S)[0], "the children live on"
         assert parent.stdout.readline() == b"gone\n", "said by the parent's other thread"
     finally:
         parent.kill()
-        parent.communicate(timeout=30)
+        parent.communicate(timeout=DEADLINE_S)
