@@ -16,6 +16,8 @@ Stages, each recorded as soon as it ends, whatever happens to the others:
     update   new weights for that main: from tensors of another process and from disk, or with --trainer-device by
              broadcast from another device
     pair     new weights for that main (or a fresh one) and for a plain SGLang beside it, in turns
+    everything  throughput through the gateway, with the journal in Redis and the actors, of that main without them, and
+             of a plain SGLang beside it, in turns
     plain    SGLang without Belayer: cold start, throughput, and new weights if `update` was run
     cache    SGLang with its own weight cache: start
 
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handover_bench import Bench
+from benchmarks.handover_everything import everything
 from benchmarks.handover_figures import headline
 from benchmarks.handover_kills import kills
 from benchmarks.handover_loads import Load, parse_kills
@@ -45,6 +48,7 @@ STAGES = {
     "rearm": rearm,
     "update": update,
     "pair": pair,
+    "everything": everything,
     "plain": plain,
     "cache": cache,
 }
@@ -91,6 +95,11 @@ def main() -> None:
         help="MODE:STREAMSxCONTEXT*COUNT, separated by commas",
     )  # fmt: skip
     parser.add_argument("--wave", type=int, default=11, help="shadows that are started together")
+    parser.add_argument("--rounds", type=int, default=5, help="of the stage everything")
+    parser.add_argument("--apart", action="store_true", help="everything: two engines do not fit on the device")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="SGLang's batch-invariant kernels (CUDA): bf16 must be equal too"
+    )
     parser.add_argument("--overlap", action="store_true", help="start shadows during the throughput runs: saves time")
     parser.add_argument("--budget-s", type=float, default=560.0, help="the whole run ends within it")
     parser.add_argument("--plain-s", type=float, default=110.0, help="of it, what is kept for plain and for cache")

@@ -128,6 +128,8 @@ class Bench:
         arguments += ["--attention-backend", "triton", "--disable-prefill-cuda-graph", "--log-level", "info"]
         # NVLink multicast can put a shared host's GPUs out of service: only plain NCCL (see also sglang_shapes.py).
         arguments += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+        if options.deterministic:  # of the same prefix the same token, whatever else is in the batch
+            arguments += ["--enable-deterministic-inference"]
         return [*arguments, "--cuda-graph-max-bs", running, "--mem-fraction-static", "0.85"]
 
     def start_memory(self) -> None:
@@ -172,6 +174,13 @@ class Bench:
             "over_s": round(statistics.median(at_s[-1] - at_s[n] for n, at_s in half), 3),
             "token_ids": [stream.token_ids for stream in run.streams],
         }
+
+    async def end_main(self) -> None:
+        """The main and the memory servers: a plain engine's memory may not fit beside them."""
+        if self.main is not None:
+            await self.host.kill(self.main)
+            self.main = None
+        await self.close()
 
     async def close(self) -> None:
         for server in self.memory:

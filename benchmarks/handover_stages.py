@@ -137,10 +137,10 @@ async def pair(bench: Bench, found: dict[str, Any]) -> None:
         for number in range(_PAIRS):
             for how in ("disk", "tensor"):
                 for name, engine in engines if number % 2 else reversed(engines):
-                    before_s = _session_cpu_s(engine.pid)
+                    before_s = session_cpu_s(engine.pid)
                     took_s = (await ask(engine.address, how, "--version", str(1 + number)))["took_s"]
                     found[how][f"{name}_s"] += took_s
-                    found[how][f"{name}_cpu_s"].append(round(_session_cpu_s(engine.pid) - before_s, 2))
+                    found[how][f"{name}_cpu_s"].append(round(session_cpu_s(engine.pid) - before_s, 2))
             bench.save()
     await host.kill(other)
 
@@ -171,7 +171,7 @@ async def _trainer(
         await process.wait()
 
 
-def _session_cpu_s(leader: int) -> float:
+def session_cpu_s(leader: int) -> float:
     """Processor time so far of all processes in a session, proc(5)."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -186,10 +186,7 @@ async def cache(bench: Bench, found: dict[str, Any]) -> None:
     """A rival: SGLang's own weight cache, from which a new engine takes the weights; its start is the recovery."""
     from sglang.srt.weight_cache.protocol import get_ready_path
 
-    if bench.main is not None:
-        await bench.host.kill(bench.main)
-        bench.main = None
-    await bench.close()
+    await bench.end_main()
     ready = Path(get_ready_path(0))
     command = [sys.executable, "-m", "sglang.srt.weight_cache.daemon", "--load-format", "dummy"]
     command += ["--gpu-id", "0", "--tp-size", "1", "--model-path", str(bench.work / f"model-{bench.options.shape}")]
@@ -214,10 +211,7 @@ async def cache(bench: Bench, found: dict[str, Any]) -> None:
 
 
 async def plain(bench: Bench, found: dict[str, Any]) -> None:
-    if bench.main is not None:
-        await bench.host.kill(bench.main)
-        bench.main = None
-    await bench.close()  # its arena and a plain engine's cache may not fit beside each other
+    await bench.end_main()
     host = bench.make_host(None)
     began_s = time.monotonic()
     plain_engine = await host.start("plain", "main")
