@@ -1,8 +1,9 @@
 """How soon each kind of failure is in the journal: `python -m benchmarks.detection --folder DIR [--out FILE] [FAULT]`.
 
-A worker with a real SGLang on the CPU under a detector, one engine at a time and no shadow. While it streams, one fault
-strikes; what counts is the time from the fault (from inside the scheduler, or just before the signal) to the time of
-FailureDetected in the journal. The figures are added to those in FILE. Needs scripts/sglang_cpu.sh once.
+A worker with a real SGLang (on the CPU, or with --device on a GPU) under a detector, one engine at a time and no
+shadow. While it streams, one fault strikes; what counts is the time from the fault (from inside the scheduler, or just
+before the signal) to the time of FailureDetected in the journal. The figures are added to those in FILE. Needs
+scripts/sglang_cpu.sh once, or BELAYER_SGLANG_PYTHON.
 """
 
 from __future__ import annotations
@@ -51,23 +52,29 @@ _LOOK_EVERY_S = 0.02
 class Site:
     """A memory server, a journal and a detector; engines come and go."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str) -> None:
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         self.store = MemoryStore()
         model = sglang_cpu.write_model(folder / "model", vocabulary=512, context=4096)
+        arguments = sglang_cpu.arguments(model, tokens=8192, requests=8)
+        if device != "cpu":
+            arguments += ["--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "triton"]
+            arguments += ["--disable-prefill-cuda-graph", "--mem-fraction-static", "0.5"]
         self.host = SglangHost(
             None,
-            sglang_cpu.arguments(model, tokens=8192, requests=8),
+            arguments,
             folder / "logs",
             owner_pid=os.getpid(),
             python=str(sglang_cpu.need_python()),
             environment={
-                **sglang_cpu.ENVIRONMENT,
+                **(sglang_cpu.ENVIRONMENT if device == "cpu" else {"HF_HUB_OFFLINE": "1"}),
                 "BELAYER_TEST_FAULTS": str(self.faults),
-                "PYTHONPATH": write_plugin(folder / "plugins", ROOT),
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, (write_plugin(folder / "plugins", ROOT), os.environ.get("PYTHONPATH")))
+                ),
             },
-            memory=MemoryProcess("cpu", folder / "memory.sock", os.getpid(), log=folder / "memory.log"),
+            memory=MemoryProcess(device, folder / "memory.sock", os.getpid(), log=folder / "memory.log"),
         )
 
     async def measure(self, incarnation: str, strike: str | signal.Signals) -> dict[str, Any]:
@@ -124,23 +131,23 @@ class Site:
 
 
 async def _run(options: argparse.Namespace) -> None:
-    site = Site(options.folder)
+    site = Site(options.folder, options.device)
     actor = Detector(site.store, site.host, host_name(), "detector")
     detector = asyncio.create_task(run_actor(site.store, actor, host_name(), "c1"))
     for number, name in enumerate((options.faults or [*FAULTS]) * options.rounds):
         measured = await site.measure(f"w-{number}", FAULTS[name])
         print(name, json.dumps(measured), flush=True)
         if options.out is not None:
-            _keep(options.out, name, measured)
+            _keep(options.out, name, measured, options.device)
     detector.cancel()
     await asyncio.gather(detector, return_exceptions=True)
 
 
-def _keep(path: Path, name: str, measured: dict[str, Any]) -> None:
+def _keep(path: Path, name: str, measured: dict[str, Any], device: str) -> None:
     """Add it to what the file has of earlier runs."""
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     section = kept.setdefault("from_fault_to_failure_detected", {"faults": {}})
-    section["machine"] = {"cores": os.cpu_count(), "kernel": platform.release(), "engine": "real SGLang on the CPU"}
+    section["machine"] = {"cores": os.cpu_count(), "kernel": platform.release(), "engine": f"real SGLang on {device}"}
     section["faults"].setdefault(name, []).append(measured)
     path.write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -148,6 +155,7 @@ def _keep(path: Path, name: str, measured: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.detection", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder for sockets, logs and the model")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
