@@ -245,7 +245,7 @@ class Capture:
 
     def _with_processes(self, freezer: Freezer, lock: int, layer: LayerCapture, images: Path) -> float:
         """Let CRIU dump the frozen processes, and settle the layer while it holds them; the frozen time."""
-        self._refuse_obstacles(freezer.processes(), held=False)
+        self._refuse_obstacles(freezer.processes())
         await_memory(self._home.restore_folder(self._incarnation.name), self._bounds, 0.0 if self._hold else LAZY_S)
         mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id, self._container.volumes)
         self._mounts = mounts.sources
@@ -268,7 +268,7 @@ class Capture:
                 if copy is not None:
                     copy.begin(held)
                 self._bounds.check_memory(memory.size_of(held))
-                self._refuse_obstacles(held, held=False)
+                self._refuse_obstacles(held)
                 unusual = attributes.unusual(held, attributes_in(self._traits))
                 self._probe = probe.Probe(probe.take(held).processes, unusual)
 
@@ -348,8 +348,8 @@ class Capture:
             cause = "a process that `docker exec` started lives in it and would be lost; end it first"
             self._refuse_process(strangers[0], cause)
 
-    def _refuse_obstacles(self, processes: list[int], held: bool) -> None:
-        if found := obstacle(self._incarnation.pid, processes, held):
+    def _refuse_obstacles(self, processes: list[int]) -> None:
+        if found := obstacle(self._incarnation.pid, processes):
             self._refuse_process(*found)
 
     def _refuse_process(self, pid: int, cause: str) -> NoReturn:

@@ -30,6 +30,9 @@ PAGES = 32
 PAGE_BYTES = 4096
 EDGE_BYTES = 2 * PAGE_BYTES
 LEAST_BYTES = 16 * PAGE_BYTES
+LARGE_FILE = 0o100000
+"""Where addresses have 64 bits it means nothing; open(2), which CRIU uses, always sets it, and ioctl_tty(2) does not
+for a terminal's other end."""
 FILES = 512
 """Of so many of a process's open files is looked at each; the rest are counted."""
 CREDENTIALS = ("Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
@@ -118,7 +121,7 @@ def _files(process: Path) -> Iterator[tuple[str, str]]:
         target = _stable(shown(link.readlink()))
         if target.startswith("/"):
             info = (process / "fdinfo" / link.name).read_text().split()
-            target += f" at {info[1]} with {info[3]}"
+            target += f" at {info[1]} with {int(info[3], 8) & ~LARGE_FILE:o}"
         yield f"file {link.name}", target
 
 

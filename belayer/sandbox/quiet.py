@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from belayer.sandbox import attributes, text
+from belayer.sandbox.captured import opened
 from belayer.sandbox.folders import FOLDER, parent_of
+from belayer.sandbox.scan import file_system_of
 
 IN_MEMORY = ("shm", "mqueue")
 STATUS_FIELDS = (
@@ -41,6 +43,8 @@ STATUS_FIELDS = (
     "Speculation_Store_Bypass:",
     "SpeculationIndirectBranch:",
 )
+CGROUPS = "/sys/fs/cgroup"
+TMPFS = 0x01021994
 CLONE_NEWIPC = 0x08000000
 IPC_OBJECTS = "System V objects"
 
@@ -93,10 +97,12 @@ def _inherited(pid: int) -> Iterator[str]:
 
 def _devices(pid: int, tmpfs: tuple[str, ...]) -> Iterator[str]:
     """/dev and its entries, and the folders in memory: kind, mode, owner, device, link's target, xattrs. No contents:
-    only a device or a link is as it was. Mount points cannot be replaced, so these paths lead where they did."""
+    only a device or a link is as it was. Mount points cannot be replaced, so these paths lead where they did. Where
+    cgroups are of version 1 the folder that holds their mounts is in memory, and can be written."""
     root = f"/proc/{pid}/root"
-    names = sorted(entry.name for entry in os.scandir(f"{root}/dev"))
-    for path in ("/dev", *(f"/dev/{name}" for name in names), "/dev/pts/ptmx", *sorted(tmpfs)):
+    held = [folder for folder in ("/dev", CGROUPS) if folder == "/dev" or _is_in_memory(root + folder)]
+    names = [f"{folder}/{name}" for folder in held for name in sorted(os.listdir(root + folder))]  # noqa: PTH208
+    for path in (*held, *names, "/dev/pts/ptmx", *sorted(tmpfs)):
         found = os.lstat(root + path)
         target = os.readlink(root + path) if stat.S_ISLNK(found.st_mode) else ""  # noqa: PTH115, a Path is slow
         line = f"{path} {found.st_mode:o} {found.st_uid}:{found.st_gid} {found.st_rdev:x} {target}"
@@ -122,6 +128,11 @@ def has_ipc_objects(pid: int) -> bool:
     finally:
         os.close(own)
         os.close(there)
+
+
+def _is_in_memory(folder: str) -> bool:
+    with opened(Path(folder)) as fd:
+        return file_system_of(fd) == TMPFS
 
 
 def _is_filled(pid: int, folder: str) -> bool:

@@ -1,5 +1,6 @@
-"""Sockets that cannot come back: those that hang on the container's own address, which a restored one does not have;
-connections that nobody has accepted yet, which CRIU does not dump; ping's, and memberships of multicast groups.
+"""Sockets that cannot come back: those of a family or protocol that CRIU does not know; those that hang on the
+container's own address, which a restored one does not have; connections that nobody has accepted yet, which CRIU does
+not dump; ping's, and memberships of multicast groups.
 
 Loopback is the same everywhere and a wildcard is any address, so what is bound to those is fine, in any state. So is
 what the kernel alone still holds (connections that wait for their last packets): no process would miss it. Sources:
@@ -27,6 +28,9 @@ EVERYBODY = ("010000E0", "ff020000000000000000000000000001", "ff0100000000000000
 SOLICITED = "ff0200000000000000000001ff"
 """So begin those that follow from its addresses."""
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+DUMPABLE = frozenset((socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET))
+"""Families that CRIU knows."""
+MPTCP = 262
 LOOPBACK_INDEX = 1
 LISTENING = "0A"
 ACCEPTABLE = ("01", "08")
@@ -42,7 +46,13 @@ def bound_here(init: int, processes: Iterable[int]) -> tuple[int, str] | None:
     for group in _groups(Path(f"/proc/{init}/net")):
         return init, f"a process of it has joined the multicast group {group}, and would not be in it after a restore"
     for pid in processes:
-        for held in _inet_sockets(pid):
+        for held in _sockets(pid):
+            if held.family not in DUMPABLE:
+                return pid, f"it has a socket of family {held.family!s}, which CRIU cannot dump"
+            if held.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if held.proto == MPTCP:
+                return pid, "it has an MPTCP socket, which CRIU cannot dump; in Go, GODEBUG=multipathtcp=0 means TCP"
             if held.type == socket.SOCK_DGRAM and held.proto in (socket.IPPROTO_ICMP, socket.IPPROTO_ICMPV6):
                 return pid, "it has a ping socket (SOCK_DGRAM of ICMP), which CRIU cannot bring back"
             address, port = held.getsockname()[:2]
@@ -61,8 +71,8 @@ def _groups(net: Path) -> Iterator[str]:
             yield str(ipaddress.ip_address(bytes.fromhex(row[2])))
 
 
-def _inet_sockets(pid: int) -> Iterator[socket.socket]:
-    """Copies of the process's sockets of IPv4 and IPv6, each open until the next."""
+def _sockets(pid: int) -> Iterator[socket.socket]:
+    """Copies of the process's sockets, each open until the next."""
     with suppress(OSError):  # it has ended
         pidfd = os.pidfd_open(pid)
         try:
@@ -71,8 +81,7 @@ def _inet_sockets(pid: int) -> Iterator[socket.socket]:
                     copy = _libc.syscall(PIDFD_GETFD, pidfd, int(link.name), 0)
                     if copy >= 0:
                         with socket.socket(fileno=copy) as held:
-                            if held.family in (socket.AF_INET, socket.AF_INET6):
-                                yield held
+                            yield held
         finally:
             os.close(pidfd)
 

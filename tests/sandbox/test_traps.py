@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from belayer.sandbox import obstacles
 from belayer.sandbox.freezer import freezer_of
 from belayer.sandbox.manifest import read_manifest
 from belayer.sandbox.protocol import Incarnation
+from belayer.sandbox.tree import described, status_of
 from tests.sandbox.conftest import IMAGE, Bench, Live
 from tests.waiting import until
 
@@ -205,11 +207,30 @@ REFUSED = {
         "select.select([fd], [], []); wait()",
         "timerfd of it has ticked",
     ),
+    "stopped": (
+        "p = os.fork()\nif not p: signal.pause()\nos.kill(p, 19); os.waitpid(p, os.WUNTRACED); wait()",
+        r"it is stopped \(SIGSTOP",
+    ),
     "message-queue": (
         "rt = ctypes.CDLL('librt.so.1'); rt.mq_open(b'/queue', 0o102, 0o600, None); wait(); rt.mq_unlink(b'/queue')",
         "POSIX message queues",
     ),
 }
+
+
+ALSO_REFUSED = {
+    "semaphore": ("fd = os.eventfd(5, os.EFD_SEMAPHORE); wait()", "eventfd that is a semaphore"),
+    "packets": ("r, w = os.pipe2(os.O_DIRECT); wait()", "pipe of packets"),
+    "mptcp": ("s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262); wait()", "MPTCP socket.*GODEBUG"),
+    "vsock": ("s = socket.socket(40, socket.SOCK_STREAM); wait()", "socket of family (40|AddressFamily.AF_VSOCK)"),
+    "secret-memory": (
+        "import mmap; fd = libc.syscall(447, 0); os.ftruncate(fd, 4096); m = mmap.mmap(fd, 4096); m[0] = 7\n"
+        "os.close(fd); wait()",
+        "secret memory",
+    ),
+    "first-thread": ("threading.Thread(target=wait).start(); libc.pthread_exit(None)", "first thread has ended"),
+}
+"""Refused in the same way; looked at in one container."""
 
 
 async def start(live: Live, name: str, script: str) -> None:
@@ -245,6 +266,44 @@ async def test_what_is_refused(bench: Bench, name: str) -> None:
         "rm -f /dev/mqueue/queue; for one in $all; do while [ -e /proc/$one ]; do sleep 0.01; done; done"
     )
     await live.kill_and_restore(await live.checkpoint())
+
+
+async def test_what_else_is_seen(bench: Bench) -> None:
+    live = await bench.create()
+    for name, (script, _) in ALSO_REFUSED.items():
+        await start(live, name, script)
+    freezer = freezer_of(live.incarnation.pid)
+    assert freezer is not None
+    held = freezer.processes()
+    for name, (_, cause) in ALSO_REFUSED.items():
+        mine = [pid for pid in held if f"python3 {name}.py" in described(pid) or (is_dead(pid) and "thread" in name)]
+        found = obstacles.obstacle(live.incarnation.pid, mine)
+        assert found is not None and re.search(cause, found[1]), (name, found)
+    rest = [pid for pid in held if described(pid).split()[1:2] != ["python3"] and not is_dead(pid)]
+    assert obstacles.obstacle(live.incarnation.pid, rest) is None
+
+
+def is_dead(pid: int) -> bool:
+    return status_of(pid).get("State", "Z")[0] == "Z"
+
+
+SHELL = """
+p, fd = pty.fork()
+if not p: os.execv("/bin/bash", ["bash", "--norc", "-i"])
+os.write(fd, b"answer=$((40 + 1))\\n"); wait(); os.write(fd, b"echo got-$((answer + 1))\\n")
+seen = b""
+while b"got-42" not in seen: seen += os.read(fd, 999)
+say("got-42")
+"""
+
+
+async def test_a_shell_in_a_terminal_of_its_own(bench: Bench) -> None:
+    """As tmux, script and pexpect make it: the terminal's end in the shell was never opened by name."""
+    live = await bench.create()
+    await start(live, "shell", SHELL)
+    back = await live.kill_and_restore(await live.checkpoint())
+    await back.sh("pkill -USR1 -f '^python3 shell'; until [ -e shell.out ]; do sleep 0.01; done")
+    assert await back.sh("cat shell.out") == "got-42"
 
 
 async def test_processes_that_are_not_roots(bench: Bench) -> None:
@@ -298,9 +357,9 @@ async def test_a_user_namespace_is_an_obstacle(may_unshare: Incarnation) -> None
 
     (pid,) = await until(unshared)
     processes = freezer.processes()
-    assert obstacles.obstacle(init, processes, held=False) == (pid, "it has a user namespace of its own")
+    assert obstacles.obstacle(init, processes) == (pid, "it has a user namespace of its own")
     others = [process for process in processes if process != pid]
-    assert obstacles.obstacle(init, others, held=False) is None
+    assert obstacles.obstacle(init, others) is None
 
 
 THREADS = """

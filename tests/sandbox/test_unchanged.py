@@ -48,6 +48,7 @@ CHANGES = {
     "only the mode of a folder in memory": "chmod 700 /dev/shm",
     "only the mode of /dev": "chmod 700 /dev",
     "only a terminal's mode": "chmod 600 /dev/pts/ptmx",
+    "a file where cgroups are mounted": "echo > /sys/fs/cgroup/x || echo > /dev/shm/x",  # read-only in version 2
     "System V memory": "python3 -c 'import ctypes; ctypes.CDLL(None).shmget(77, 4096, 0o1600)'",
     "System V semaphores": "python3 -c 'import ctypes; ctypes.CDLL(None).semget(77, 1, 0o1600)'",
     "a System V queue": "python3 -c 'import ctypes; ctypes.CDLL(None).msgget(77, 0o1600)'",
