@@ -5,7 +5,7 @@ recoveries), RecoveryStarted on the trajectory's stream (its epoch shuts out the
 of this epoch, SandboxRestored, then Rewound and TrajectoryResumed in one append. A recovery that dies anywhere is
 started again from the journal by whoever takes its notice over, and from an older checkpoint once RESTORE_DEATHS of
 them have died at one; a container that no SandboxRestored names is removed by the reaper. What this machine lacks for
-the moment (HostUnfitError) is no checkpoint's fault: the recovery is tried again later.
+the moment (HostUnfitError) is no checkpoint's fault: the recovery is tried again later, for UNFIT_S.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from belayer.actors.actor import foreseen
 from belayer.actors.names import is_surely_dead
 from belayer.actors.patience import settled
 from belayer.actors.sandboxes import incarnation_name, look
-from belayer.errors import FencedError, InputError, RestoreFailedError, SandboxFailedError, UnforeseenError
+from belayer.errors import (
+    FencedError,
+    HostUnfitError,
+    InputError,
+    RestoreFailedError,
+    SandboxFailedError,
+    UnforeseenError,
+)
 from belayer.journal.events import (
     CheckpointDiscarded,
     LeftOut,
@@ -45,6 +52,8 @@ INITIAL_TRIES = 3
 """How often the initial state, after which nothing older can be tried, is made before the trajectory is given up."""
 RESTORE_DEATHS = 5
 """So many processes may die while they restore one state; the next one tries an older state."""
+UNFIT_S = 3600.0
+"""A machine that is unfit for longer (Docker down, disk full) fails a restore like any other cause."""
 AT_ONCE = 8
 """Recoveries that a process does at the same time; others wait."""
 
@@ -53,9 +62,18 @@ class SandboxRecovery:
     """Recovers the sandboxes of one host."""
 
     def __init__(
-        self, store: JournalStore, host: SandboxHost, host_name: str, by: str, patience_s: float = 0.0
+        self,
+        store: JournalStore,
+        host: SandboxHost,
+        host_name: str,
+        by: str,
+        patience_s: float = 0.0,
+        unfit_s: float = UNFIT_S,
     ) -> None:
-        """`patience_s`: how long a step of a recovery that another has begun may take before it is taken for dead."""
+        """`patience_s`: how long a step of a recovery that another has begun may take before it is taken for dead.
+
+        `unfit_s`: how long a machine that cannot restore anything is waited for.
+        """
         self._store = store
         self._patience_s = patience_s
         self._host = host
@@ -63,6 +81,8 @@ class SandboxRecovery:
         self._by = by
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._at_work: set[str] = set()
+        self._unfit_s = unfit_s
+        self._unfit_since_s: dict[str, float] = {}
 
     async def recover(self, name: str) -> None:
         """Recover the trajectory's sandbox if it is failed and its container was here; otherwise do nothing."""
@@ -127,7 +147,9 @@ class SandboxRecovery:
                     raise RestoreFailedError(decision.checkpoint, f"{RESTORE_DEATHS} processes have died doing it")
                 with steps.step("recovery.restore", stream=str(writer.stream), epoch=writer.epoch):
                     restored = await self._restore(writer, name, state, decision, attempt)
-            except (RestoreFailedError, SandboxFailedError, InputError, UnforeseenError) as error:
+            except (RestoreFailedError, SandboxFailedError, HostUnfitError, InputError, UnforeseenError) as error:
+                if isinstance(error, HostUnfitError) and self._may_pass(name):
+                    raise
                 attempt += 1
                 if decision.checkpoint:
                     anew = 0
@@ -142,11 +164,17 @@ class SandboxRecovery:
                     rollout, decision.boundary, decision.rewind, restored.name, failed, decision.left_out
                 )
                 break
+        self._unfit_since_s.pop(name, None)
         if isinstance(decision, GiveUp):
             await rollout.append(TrajectoryAborted(decision.reason))
         if not isinstance(decision, RestoreSandbox):
             await writer.append(SandboxRemoved(failed, _in_words(decision)))
         await self._host.remove(failed)
+
+    def _may_pass(self, name: str) -> bool:
+        """Whether this machine has been unfit to recover the sandbox for less than UNFIT_S."""
+        now_s = time.monotonic()
+        return now_s - self._unfit_since_s.setdefault(name, now_s) < self._unfit_s
 
     async def _fence(
         self, writer: StreamWriter, name: str, state: SandboxState

@@ -8,6 +8,7 @@ A checkpoint's only visible state is published; a container's folder is made bef
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
@@ -50,6 +51,8 @@ SETUP_TIMEOUT_S = 600.0
 LET_GO_S = 0.5
 """How long a checkpoint at work may take to see that its container is being removed."""
 REMOVE_ROUNDS = 10
+LACKS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS})
+"""Errors of a machine that lacks room, memory or descriptors; they say nothing about what was to be restored."""
 SPARES = 4
 log = structlog.get_logger("belayer.sandbox")
 
@@ -111,6 +114,10 @@ class DockerHost:
         except DockerRefusedError as error:
             await self._give_up(incarnation)
             raise HostUnfitError("Docker", str(error), "see `docker info` and the daemon's log") from None
+        except (OSError, SandboxFailedError) as error:
+            await self._give_up(incarnation)
+            await asyncio.to_thread(self._check_blameless, error)
+            raise
         except BaseException:
             await self._give_up(incarnation)
             raise
@@ -219,9 +226,16 @@ class DockerHost:
     async def restore(
         self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
     ) -> Incarnation:
-        """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it."""
+        """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it.
+
+        HostUnfitError: neither, but the machine is at fault (Docker down, disk full), not the checkpoint.
+        """
         with self.in_use(checkpoint):
-            return await self._restore(run, trajectory, incarnation, spec, checkpoint, action)
+            try:
+                return await self._restore(run, trajectory, incarnation, spec, checkpoint, action)
+            except RestoreFailedError as error:
+                await asyncio.to_thread(self._check_blameless, error)
+                raise
 
     async def _restore(
         self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
@@ -266,6 +280,18 @@ class DockerHost:
         return self._home.checkpoint(checkpoint)
 
     # --- steps ---
+
+    def _check_blameless(self, error: BaseException) -> None:
+        """HostUnfitError when what failed may have failed by this machine: it lacks something for the moment."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in LACKS:
+                raise HostUnfitError("this machine", str(cause), "free some of it; this is tried again")
+            cause = cause.__context__
+        disk = os.statvfs(self._home.root)
+        if (free := disk.f_bavail * disk.f_frsize) < self._limits.spare_bytes:
+            raise HostUnfitError(f"the disk of {self._home.root}", f"{free} bytes are free", "make room on it")
+        self._containers.check()
 
     def _check_machine(self, manifest: Manifest) -> None:
         """CheckpointUnfitError when it was made on another machine, and cannot go on here."""

@@ -120,6 +120,7 @@ class SandboxHost(Protocol):
         self, run: str, trajectory: str, incarnation: str, spec: SandboxSpec, checkpoint: str, action: int
     ) -> Incarnation:
         """full_restore into a new container of the same image, probed. RestoreFailedError: nothing is left of it.
+        HostUnfitError: neither, and the machine is at fault, for the moment.
 
         `action`: the last one that has run, of those whose boundaries the checkpoint holds.
         """

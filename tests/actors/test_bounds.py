@@ -173,6 +173,11 @@ async def test_a_daemon_that_is_down_costs_no_checkpoint() -> None:
     await recovery.recover("t")
     state = await look(store, "t")
     assert state.phase == "live" and list(state.published) == list(box.published)
+    # Not for ever.
+    host.down = 1
+    await report_sandbox_failure(store, "t", state.incarnation, "died", "gone", "rollout")
+    await SandboxRecovery(store, host, "host", "actors/x", unfit_s=0.0).recover("t")
+    assert "Docker: it does not answer" in await why_discarded(store) and (await look(store, "t")).phase == "live"
 
 
 class Failing:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from belayer import ids
-from belayer.actors.sandboxes import create_sandbox, incarnation_epoch, incarnation_of, look
+from belayer.actors.sandboxes import create_sandbox, incarnation_epoch, incarnation_of, is_checkpoint_of, look
 from belayer.actors.service import run_actors
 from belayer.client import Trajectory
 from belayer.errors import FencedError, SandboxFailedError
@@ -159,5 +159,6 @@ async def replaced(store: RedisStore, name: str, old: str) -> bool:
 
 
 async def removed(host: DockerHost, name: str) -> bool:
-    """The trajectory's containers are gone. A spare of the run may wait for another trajectory until the run ends."""
-    return not any(incarnation_epoch(name, found) >= 0 for found in await host.incarnations())
+    """Its containers and checkpoints are gone. A spare of the run may wait for another trajectory until the run ends."""
+    left = [found for found in await host.incarnations() if incarnation_epoch(name, found) >= 0]
+    return not left and not any(is_checkpoint_of(name, found) for found in await host.checkpoints())

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import RestoreFailedError
+from belayer.errors import HostUnfitError, RestoreFailedError
 from belayer.journal.events import SandboxSpec
 from belayer.sandbox import manifest as manifests
+from belayer.sandbox.docker_host import open_host
+from belayer.sandbox.limits import Limits
 from belayer.sandbox.manifest import FILE_NAME, boot_id, read_manifest
 from belayer.sandbox.protocol import CheckpointReport
-from tests.sandbox.conftest import IMAGE, Bench
+from tests.sandbox.conftest import IMAGE, SPEC, Bench
 from tests.waiting import within
 
 pytestmark = pytest.mark.sandbox
@@ -283,3 +285,14 @@ async def test_the_memory_of_an_idle_process_is_on_the_disk_once(bench: Bench) -
     await bench.host.remove_checkpoint(names[0])
     back = await live.kill_and_restore(names[1])
     assert await back.sh("cat file; pgrep -c python3") == f"{names[1]}\n2\n"
+
+
+async def test_a_machine_that_lacks_room_is_at_fault_and_not_the_checkpoint(bench: Bench, home: Path) -> None:
+    live = await bench.create()
+    checkpoint = await live.checkpoint()
+    (bench.host.checkpoint_path(checkpoint) / FILE_NAME).write_text("{")
+    async with open_host(home, spares=0, limits=Limits(spare_bytes=1 << 62)) as full:
+        with pytest.raises(HostUnfitError, match="bytes are free"):
+            await full.restore(bench.run, bench.trajectory, bench.name(), SPEC, checkpoint, 0)
+    with pytest.raises(RestoreFailedError):
+        await bench.restore(checkpoint, 0)
