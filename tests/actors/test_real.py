@@ -159,6 +159,6 @@ async def replaced(store: RedisStore, name: str, old: str) -> bool:
 
 
 async def removed(host: DockerHost, name: str) -> bool:
-    """Its containers and checkpoints are gone. A spare of the run may wait for another trajectory until the run ends."""
+    """Its containers and checkpoints are gone. A spare of the run may wait for another trajectory."""
     left = [found for found in await host.incarnations() if incarnation_epoch(name, found) >= 0]
     return not left and not any(is_checkpoint_of(name, found) for found in await host.checkpoints())
