@@ -28,6 +28,7 @@ from belayer.errors import (
     WrongSequenceError,
 )
 from belayer.ids import trajectory as trajectory_stream
+from belayer.journal.codec import check_types
 from belayer.journal.columns import TOKEN_BYTES, pack_logprobs, pack_loss_mask, pack_token_ids
 from belayer.journal.events import (
     ActionCommitted,
@@ -78,7 +79,7 @@ class Trajectory:
 
     def __init__(self, writer: StreamWriter, state: TrajectoryState, chunk_tokens: int, chunk_s: float) -> None:
         self._writer = writer
-        self.state = state
+        self.state: TrajectoryState = state
         self._chunk_tokens = chunk_tokens
         self._chunk_s = chunk_s
         self._buffer = _Buffer()
@@ -168,6 +169,8 @@ class Trajectory:
         What waits since earlier calls is written first; an error of that leaves these tokens out, so the same call may
         be made again. When they are the last, call `finish_generation` next.
         """
+        if type(weight_version) is not int:
+            raise InputError(f"the weight version must be an int, not {weight_version!r}")
         mask = [1] * len(token_ids) if loss_mask is None else loss_mask
         if not len(token_ids) == len(logprobs) == len(mask):
             raise InputError(
@@ -289,6 +292,8 @@ class Trajectory:
             raise self._refused
         state = self.state
         for sequence, event in enumerate(events, state.sequence + 1):
+            if not isinstance(event, TokensAppended):  # these are packed, and their version is an int
+                check_types(event)
             if problem := problem_of(state, event):
                 raise ProtocolError(f"{self._writer.stream}: {problem}")
             state = evolve(state, sequence, event)

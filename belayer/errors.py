@@ -5,6 +5,8 @@ A command ends with exit code 2 and the message alone for any BelayerError; a tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class BelayerError(Exception):
     """The root of Belayer's own errors."""
@@ -79,11 +81,15 @@ class ServerRefusedError(JournalError):
 
 
 class UnknownStreamError(JournalError):
-    """No stream of that name is in the journal."""
+    """No stream of that name is in the journal. `near`: names that may have been meant."""
 
-    def __init__(self, stream: str, hint: str = "`belayer status` lists what the journal has") -> None:
-        super().__init__(f"{stream} is not in the journal; {hint}")
+    def __init__(
+        self, stream: str, hint: str = "`belayer status` lists what the journal has", near: Sequence[str] = ()
+    ) -> None:
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        super().__init__(f"{stream} is not in the journal; {meant}{hint}")
         self.stream = stream
+        self.near = tuple(near)
 
 
 class CodecError(JournalError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from belayer.errors import InputError
@@ -51,6 +53,14 @@ def checked_name(name: str) -> str:
             f"{name!r} is not a usable name; expected 1 to 128 of A-Z a-z 0-9 . _ - and a letter or digit first"
         )
     return name
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The known names that a mistyped one may have meant, the likeliest first: those it is a part of, then the like."""
+    there = sorted(set(known))
+    parts = [one for one in there if name.casefold() in one.casefold()]
+    alike = difflib.get_close_matches(name, there, most)
+    return list(dict.fromkeys([*parts, *alike]))[:most]
 
 
 def trajectory(name: str) -> StreamId:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -83,6 +83,40 @@ async def test_columns_of_different_length_are_refused_and_nothing_is_written(
         await trajectory.append_tokens(ids_, logprobs, loss_mask=mask)
     await trajectory.close()
     assert await chunks(store) == []
+
+
+@pytest.mark.parametrize(
+    ("calls_before", "call", "said"),
+    [
+        (0, lambda t: t.start(7, "task", [1]), "run is not usable: Expected str, got int"),
+        (0, lambda t: t.start("run", "task", [1], {"a": 1}), "labels is not usable"),
+        (0, lambda t: t.start("run", "task", [1], {"a": object()}), "a value is not usable"),
+        (3, lambda t: t.append_tokens([1], [-0.5], "v7"), "weight version must be an int, not 'v7'"),
+        (3, lambda t: t.append_tokens([1], [-0.5], True), "weight version must be an int, not True"),
+        (3, lambda t: t.start_action("ls", None, "box"), "timeout_s is not usable"),
+        (4, lambda t: t.commit_action(None, [1], b"", 0.1), "exit_status is not usable: Expected int, got None"),
+        (3, lambda t: t.finish("done", "1.0"), "reward is not usable"),
+    ],
+)
+async def test_a_value_of_a_wrong_type_is_refused_and_the_stream_stays_readable(
+    calls_before: int, call: Callable[[Any], Awaitable[None]], said: str
+) -> None:
+    """What was stored with such a value could never be read again: no recovery, no audit."""
+    store = MemoryStore()
+    trajectory = await Trajectory.open(store, "t")
+    right: list[Callable[[], Awaitable[object]]] = [
+        lambda: trajectory.start("run", "task", [1, 2]),
+        lambda: trajectory.begin_generation(),
+        lambda: trajectory.finish_generation("stop"),
+        lambda: trajectory.start_action("ls", 60.0, "box"),
+    ]
+    for step in right[:calls_before]:
+        await step()
+    before = trajectory.state
+    with pytest.raises(InputError, match=said):
+        await call(trajectory)
+    assert trajectory.state == before
+    assert (await Trajectory.open(store, "t")).state.segments == before.segments
 
 
 async def test_a_call_that_does_not_fit_is_refused_and_the_trajectory_goes_on() -> None:

@@ -5,9 +5,18 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from belayer.ids import EVENT_ID_BYTES, StreamKind, new_event_id, trajectory
+from belayer.ids import EVENT_ID_BYTES, StreamKind, nearest, new_event_id, trajectory
 
 MANY = 1_000
+
+
+def test_the_nearest_names_are_those_that_hold_it_and_those_like_it() -> None:
+    known = ["django__django-11039.failures-1", "django__django-11039.undisturbed", "pydicom__pydicom-1256", "t-17"]
+    assert nearest("11039", known) == known[:2]
+    assert nearest("Pydicom", known) == [known[2]]
+    assert nearest("t-71", known) == ["t-17"]
+    assert nearest("nosuch", known) == nearest("x", []) == []
+    assert len(nearest("t", [f"t-{number}" for number in range(100)])) == 3
 
 
 def test_threads_draw_different_ids() -> None:

@@ -1,4 +1,1 @@
 """The command `belayer`."""
-
-INTERRUPTED = 130
-"""The exit status after Ctrl-C."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from belayer.cli import INTERRUPTED
+from belayer.exits import INTERRUPTED
 
 
 def main() -> None:

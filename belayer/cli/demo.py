@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from belayer.cli.engine_options import Kind
+from belayer.errors import InputError
 
 HELP = """Replay recorded agents in real containers and kill engines, containers, actors and Redis under them.
 
@@ -73,6 +74,11 @@ def demo(
     from belayer.demo.failures import parse_kinds
     from belayer.demo.run import Options, run_demo
 
+    if trajectories == _SHIPPED and not _SHIPPED.is_dir():
+        raise InputError(
+            "the recorded trajectories are in Belayer's repository, not in the installed package; "
+            "give your own with --trajectories, or run `make demo` in a checkout"
+        )
     chosen = Options(
         trajectories,
         tuple(parse_kinds(failures)),

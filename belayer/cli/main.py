@@ -1,23 +1,25 @@
 """The command `belayer`.
 
 Exit status: 0 done; 1 the verb's own 'no' (findings, differences); 2 something that a person can put right, said in one
-line on stderr; 130 after Ctrl-C, once what was begun is cleaned up. A traceback always means a bug of ours.
+line on stderr and, with --json, in one object on stdout; 130 after Ctrl-C, once what was begun is cleaned up; 141 when
+whoever read stdout went away (`| head`). A traceback always means a bug of ours. docs/cli.md is for those who call it
+from programs.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from belayer import __version__
-from belayer.cli import INTERRUPTED
 from belayer.cli.settings import defaults, read_settings, set_home
 from belayer.cli.verbs import VERBS, LazyGroup, missing
 from belayer.errors import BelayerError
+from belayer.exits import INTERRUPTED, USAGE, guarded
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 """What click (typer's own, or the package, by typer's version) raises on a wrong command line."""
@@ -68,26 +70,36 @@ for _verb, _summary in VERBS.items():
 
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line; its exit status. What goes wrong is said on stderr, in one line."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return guarded("belayer", lambda: _run(given))
+
+
+def _run(given: list[str]) -> int:
     try:
-        status = app(arguments, prog_name="belayer", standalone_mode=False)
+        status = app(given, prog_name="belayer", standalone_mode=False)
     except BelayerError as error:
-        return _say(str(error))
+        return _say(error, str(error), given)
     except ModuleNotFoundError as error:
-        known = missing(error, " ".join((arguments or sys.argv[1:])[:1]))
+        known = missing(error, " ".join(given[:1]))
         if known is error:
             raise
-        return _say(str(known))
+        return _say(known, str(known), given)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except _USAGE_ERROR as error:
         problem = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
-        return _say(f"{problem.rstrip('.')}; see `belayer --help` and `belayer VERB --help`")
+        context = getattr(error, "ctx", None)
+        command = "belayer" if context is None else context.command_path
+        return _say(error, f"{problem.rstrip('.')}; see `{command} --help`", given)
     return status if isinstance(status, int) else 0
 
 
-def _say(problem: str) -> int:
-    sys.stderr.write(f"belayer: {' '.join(problem.split())}\n")
-    return 2
+def _say(error: Exception, problem: str, given: Sequence[str]) -> int:
+    """One line for people; for programs that asked for JSON an object too, since they wait for one."""
+    line = " ".join(problem.split())
+    sys.stderr.write(f"belayer: {line}\n")
+    if "--json" in given:
+        import json
+
+        sys.stdout.write(json.dumps({"error": {"type": type(error).__name__, "message": line}}) + "\n")
+    return USAGE

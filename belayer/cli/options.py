@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from belayer.errors import InputError, UnknownStreamError
-from belayer.ids import StreamId, StreamKind, checked_name
+from belayer.ids import StreamId, StreamKind, checked_name, nearest
 
 if TYPE_CHECKING:
     from belayer.journal.store import JournalStore
@@ -69,7 +69,7 @@ async def find_streams(store: JournalStore, wanted: Sequence[str]) -> list[Strea
     for text in wanted:
         matching = [stream for stream in there if text in (str(stream), stream.name)]
         if not matching:
-            raise UnknownStreamError(str(StreamId.parse(text)) if "/" in text else checked_name(text))
+            raise unknown(str(StreamId.parse(text)) if "/" in text else checked_name(text), there)
         found += [stream for stream in matching if stream not in found]
     return sorted(found)
 
@@ -81,4 +81,11 @@ async def find_stream(store: JournalStore, text: str) -> StreamId:
     for stream in named:
         if await store.last(stream) is not None:
             return stream
-    raise UnknownStreamError(str(named[0]))
+    raise unknown(str(named[0]), await store.streams())
+
+
+def unknown(text: str, there: Iterable[StreamId]) -> UnknownStreamError:
+    """What to raise for a stream that is not there, with those that may have been meant."""
+    kind, _, name = text.rpartition("/")
+    near = nearest(name, (stream.name for stream in there if kind in ("", stream.kind)))
+    return UnknownStreamError(text, near=near)

@@ -49,7 +49,8 @@ async def _restore(name: str, url: str | None, namespace: str, dry_run: bool, fo
     from belayer.actors.sandbox_recovery import SandboxRecovery
     from belayer.actors.sandboxes import incarnation_of, look
     from belayer.actors.service import SANDBOX_PATIENCE_S
-    from belayer.errors import FencedError, InputError, UnknownStreamError, WrongSequenceError
+    from belayer.cli.options import unknown
+    from belayer.errors import FencedError, InputError, WrongSequenceError
     from belayer.journal.connect import open_store
     from belayer.journal.events import SandboxRestored
     from belayer.journal.writer import Reader
@@ -65,7 +66,8 @@ async def _restore(name: str, url: str | None, namespace: str, dry_run: bool, fo
         before = trajectory.fold(await Reader(store, ids.trajectory(name)).catch_up())
         box = await look(store, name)
         if before.phase == "empty" or box.container is None:
-            raise UnknownStreamError(f"{'trajectory' if before.phase == 'empty' else 'sandbox'}/{name}")
+            kind = "trajectory" if before.phase == "empty" else "sandbox"
+            raise unknown(f"{kind}/{name}", await store.streams())
         decision = plan(before, box, SandboxFailure())
         outcome: dict[str, Any] = {"trajectory": name, "phase": before.phase, "restored": False}
         if isinstance(decision, LeaveAlone | GiveUp):

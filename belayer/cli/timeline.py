@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from belayer.cli.options import ArchiveUrl, AsJson, ExportFile, Namespace, Url, open_journal
-from belayer.errors import UnknownStreamError
+from belayer.cli.options import ArchiveUrl, AsJson, ExportFile, Namespace, Url, open_journal, unknown
 
 if TYPE_CHECKING:
     from replay.timeline.model import Story
@@ -73,7 +72,7 @@ async def _from_journal(name: str, url: str | None, namespace: str, archive: str
 
     async with open_journal(url, namespace, archive) as store:
         if await store.last(ids.trajectory(name)) is None:
-            raise UnknownStreamError(f"trajectory/{name}")
+            raise unknown(f"trajectory/{name}", await store.streams())
         streams = [stream for stream in await store.streams() if tells_of(stream, name)]
         entries = [(stream, entry) for stream in streams async for entry in read_entries(store, stream)]
         return from_entries(entries, name, store.keyring)

@@ -53,7 +53,7 @@ class Archive:
 
     def __init__(self, storage: Storage, namespace: str) -> None:
         self.storage = storage
-        self.namespace = checked_name(namespace)
+        self.namespace: str = checked_name(namespace)
         self._indexes: OrderedDict[str, Index] = OrderedDict()
         self._parts: OrderedDict[tuple[str, int], list[Entry]] = OrderedDict()
 

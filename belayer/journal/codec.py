@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from belayer import __version__
-from belayer.errors import CodecError, UnknownEventError
+from belayer.errors import CodecError, InputError, UnknownEventError
 from belayer.ids import EVENT_ID_BYTES, StreamId
 from belayer.journal.events import AnyEvent, EpochStarted, StoredEvent, TokensPacked
 from belayer.journal.packing import unpacked
@@ -89,6 +89,7 @@ class Recorded(NamedTuple):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_StoredEnvelope)
+_event_decoder = msgspec.msgpack.Decoder(AnyEvent)
 _ARRAY_OF_ONE = b"\x91"
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
@@ -129,6 +130,19 @@ def encode_event(
     encoded = _encoder.encode(_StoredEnvelope(event_id, previous_digest, time_ns, event))
     digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
     return Entry(epoch, after_sequence + 1, 1, _ARRAY_OF_ONE + encoded, digest, previous_digest)
+
+
+def check_types(event: AnyEvent) -> None:
+    """InputError when a field's value is not of its type: stored all the same, it would make the stream unreadable."""
+    tag = event.__struct_config__.tag
+    try:
+        _event_decoder.decode(_encoder.encode(event))
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at ")
+        field = event.__struct_fields__[int(place[3:].partition("]")[0]) - 1]
+        raise InputError(f"{tag}: {field} is not usable: {problem}".replace("`", "")) from None
+    except (TypeError, OverflowError) as error:
+        raise InputError(f"{tag}: a value is not usable: {error}; give plain int, float, str and bytes") from None
 
 
 def split_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) -> list[msgspec.Raw]:

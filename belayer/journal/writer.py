@@ -146,7 +146,7 @@ class StreamWriter:
         self._store = store
         self.stream = stream
         self.epoch = epoch
-        self.sequence = sequence
+        self.sequence: int = sequence
         self._digest = digest
         self._uncertain: Entry | None = None
         self._notice: str | None = None

@@ -33,8 +33,10 @@ def from_file(path: Path, name: str, keyring: Keyring | None = None) -> Story:
     entries = list(read_export(path, wanted))
     trajectory = ids.trajectory(name)
     if all(stream != trajectory for stream, _ in entries):
-        some = ", ".join(sorted(there)[:5]) + (", ..." if len(there) > 5 else "")
-        raise UnknownStreamError(str(trajectory), f"{path} has {some or 'no trajectories'}")
+        near = ids.nearest(name, there)
+        some = ", ".join(sorted(there)[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        has = f"{len(there)} trajectories" if near else some or "no trajectories"
+        raise UnknownStreamError(str(trajectory), f"{path} has {has}", near)
     return from_entries(entries, name, keyring)
 
 

@@ -202,6 +202,13 @@ def test_an_unknown_trajectory_is_one_line(verb: list[str], url: str, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("verb", [["tail", "worker/w1"], ["timeline", "tt"], ["export", "--out", "x", "sandbox/tt"]])
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(verb: list[str], url: str, tmp_path: Path) -> None:
+    meant = "w" if verb[1] == "worker/w1" else "t"
+    done = belayer(*verb, cwd=tmp_path, BELAYER_JOURNAL_URL=url)
+    assert_one_line_error(done, f"did you mean {meant}? `belayer status`")
+
+
 def test_a_name_that_cannot_be_one_is_one_line(url: str) -> None:
     assert_one_line_error(belayer("tail", "a b", "--url", url), "not a usable name")
     assert_one_line_error(belayer("tail", "planet/x", "--url", url), "not a stream")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from belayer import __version__
-from belayer.cli import INTERRUPTED
 from belayer.cli.main import run
 from belayer.cli.verbs import VERBS, load
+from belayer.exits import INTERRUPTED, READER_GONE
 from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
 from tests.waiting import DEADLINE_S
 
@@ -71,14 +73,44 @@ def test_what_a_person_can_put_right_is_one_line(arguments: list[str], said: str
     assert_one_line_error(belayer(*arguments, cwd=tmp_path), said)
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    """`belayer --help | head -1`."""
-    with subprocess.Popen(
-        [*COMMAND, "--help"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert b"Traceback" not in process.stderr.read()
+def test_who_asked_for_json_gets_the_error_as_json_too(tmp_path: Path) -> None:
+    for arguments, kind in ((["status", "--json"], "InputError"), (["export", "--json"], "MissingParameter")):
+        done = belayer(*arguments, cwd=tmp_path)
+        error = json.loads(done.stdout)["error"]
+        assert (done.returncode, error["type"], done.stderr) == (2, kind, f"belayer: {error['message']}\n")
+
+
+def test_a_wrong_command_line_names_the_help_of_its_verb() -> None:
+    assert_one_line_error(belayer("status", "--nosuch"), "see `belayer status --help`")
+    assert_one_line_error(belayer("archive", "nosuch"), "see `belayer archive --help`")
+    assert_one_line_error(belayer("nosuch"), "see `belayer --help`")
+
+
+@pytest.mark.parametrize("command", [[*COMMAND, "--help"], [*COMMAND, "doctor"], [*COMMAND, "status", "--json"]])
+def test_a_reader_that_goes_away_is_no_error(command: list[str], tmp_path: Path) -> None:
+    """`belayer --help | head -1`: the pipe is closed before anything is written."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        command, env=environment(), stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60, check=False
+    )
+    os.close(write_end)
+    assert done.returncode == READER_GONE
+    assert b"Traceback" not in done.stderr and b"Broken" not in done.stderr
+
+
+def test_a_full_disk_under_the_output_is_one_line(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "--help"], env=environment(), stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (2, b"belayer: the output cannot be written: No space left on device\n")
+
+
+def test_a_closed_output_is_borne(tmp_path: Path) -> None:
+    code = f"exec {sys.executable} -m belayer.cli --version >&-"
+    done = subprocess.run(["bash", "-c", code], env=environment(), cwd=tmp_path, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # --- for a person at a shell ---------------------------------------------------------------------------------------

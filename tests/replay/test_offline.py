@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
+from belayer.exits import READER_GONE
 from belayer.journal.export import ExportWriter
 from tests.replay.journals import eventful
 from tests.waiting import DEADLINE_S
@@ -48,3 +51,30 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("replay: cannot read")
     assert done.stderr.count("\n") == 1
+
+
+def test_programs_get_the_error_as_json(tmp_path: Path) -> None:
+    done = replay("audit", str(tmp_path / "nosuch.journal"), "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["type"], done.stderr) == (2, "InputError", f"replay: {error['message']}\n")
+
+
+def test_a_reader_that_goes_away_is_no_finding(tmp_path: Path) -> None:
+    """Exit status 1 would say that the audit found something."""
+    path = tmp_path / "a.journal"
+    with ExportWriter(path) as writer:
+        for stream, entry in eventful().entries():
+            writer.add(stream, entry)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    for verb in (["audit", str(path)], ["timeline", str(path), "t"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "replay", *verb], cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (READER_GONE, b"")
+    os.close(write_end)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    for package in ("belayer", "replay"):
+        assert files(package).joinpath("py.typed").is_file()
