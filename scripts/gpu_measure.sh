@@ -130,7 +130,7 @@ for at in "${!names[@]}"; do
   printf '%s\n' "${commands[at]}" >"$folder/command"
   say "${names[at]} (about $((estimates[at] / 60 + 1)) min; $folder/run.log)"
   set -m # a job of its own, which hears no Ctrl-C but ours
-  eval "${commands[at]}" >"$folder/run.log" 2>&1 </dev/null &
+  eval "exec ${commands[at]}" >"$folder/run.log" 2>&1 </dev/null &
   job=$!
   set +m
   status=0
