@@ -20,14 +20,14 @@ from collections import deque
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from belayer.errors import JournalUnavailableError
 from belayer.ids import StreamId
 from belayer.journal.codec import Entry
 from belayer.journal.durability import Durability
 from belayer.journal.keys import Keys
-from belayer.journal.link import LinkLostError, NotReadyError
+from belayer.journal.link import LONGEST_PAUSE_S, LinkLostError, once_ready
 from belayer.journal.replies import Again
 from belayer.journal.sending import Sender
 from belayer.journal.server import REPLY_S
@@ -40,7 +40,6 @@ GROUP_WRITES = 512
 WAITING_BYTES = 64 << 20
 LOOK_AFTER_S = 1.0
 """How often a lane looks whether what it holds is still there, when nothing is sent."""
-_LONGEST_PAUSE_S = 0.5
 _LEAST_ATTEMPT_S = 0.1
 
 
@@ -70,14 +69,8 @@ class Lane:
         A server that still loads its data, or a failover that is under way, is waited for.
         """
         started = time.monotonic()
-        waiting = AsyncRetrying(
-            retry=retry_if_exception_type(NotReadyError),
-            stop=stop_after_delay(self._timeout_s),
-            wait=wait_random_exponential(multiplier=0.01, max=_LONGEST_PAUSE_S),
-            reraise=True,
-        )
         try:
-            await waiting(self._sender.linked, min(self._timeout_s, REPLY_S))
+            await once_ready(self._timeout_s)(self._sender.linked, min(self._timeout_s, REPLY_S))
         except LinkLostError as error:
             raise self._unavailable(started, error.cause) from None
         self._loop = asyncio.get_running_loop()
@@ -193,7 +186,7 @@ class Lane:
             return
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Again),
-            wait=wait_random_exponential(multiplier=0.01, max=_LONGEST_PAUSE_S),
+            wait=wait_random_exponential(multiplier=0.01, max=LONGEST_PAUSE_S),
         )
         async for attempt in retrying:
             with attempt:

@@ -18,9 +18,10 @@ from belayer.journal.durability import Durability
 from belayer.journal.embedded import EmbeddedServer, shipped_server
 from belayer.journal.held import HELD_BYTES
 from belayer.journal.keys import Keys, layout_key
-from belayer.journal.link import LinkLostError, pack
+from belayer.journal.link import LinkLostError, NotReadyError, once_ready, pack
 from belayer.journal.packing import checked_form
 from belayer.journal.redis_store import RedisStore
+from belayer.journal.replies import ASK, is_transient
 from belayer.journal.route import Routes, parse_routes
 from belayer.journal.sealing import keyring_of
 from belayer.journal.server import REPLY_S
@@ -67,7 +68,7 @@ async def open_store(
 
     async def started(at: str, kind: type[S]) -> S:
         routes = parse_routes(at)
-        keys = Keys(namespace, shards or await _shards(routes, namespace, min(timeout_s, REPLY_S)))
+        keys = Keys(namespace, shards or await _shards(routes, namespace, timeout_s))
         limits = {"waiting_bytes": waiting_bytes, "held_bytes": held_bytes}
         store = kind(
             routes, keys, mode, replicas=replicas, timeout_s=timeout_s, keyring=keyring, token_form=form, **limits
@@ -108,21 +109,27 @@ async def with_archive(store: JournalStore, archive: str | None, namespace: str)
 async def _shards(routes: Routes, namespace: str, timeout_s: float) -> int:
     """How many shards the namespace has, or is to have. What the server refuses is said later, by its check."""
     began = time.monotonic()
-    route = routes.of(key := layout_key(namespace))
-    stored = None
-    for _ in range(2):
-        try:
-            link = await route.open("belayer", timeout_s)
-            try:
-                (stored,) = await link.exchange([pack(("GET", key))], 1, timeout_s)
-            finally:
-                link.close()
-        except LinkLostError as error:
-            raise JournalUnavailableError(routes.shown, time.monotonic() - began, error.cause) from None
-        if not isinstance(stored, hiredis.ReplyError):
-            break
+    try:
+        stored: bytes | None = await once_ready(timeout_s)(
+            _layout, routes, layout_key(namespace), min(timeout_s, REPLY_S)
+        )
+    except LinkLostError as error:
+        raise JournalUnavailableError(routes.shown, time.monotonic() - began, error.cause) from None
+    return int(stored) if stored else CLUSTER_SHARDS if routes.is_cluster else 1
+
+
+async def _layout(routes: Routes, key: bytes, timeout_s: float) -> bytes | None:
+    route = routes.of(key)
+    link = await route.open("belayer", timeout_s)
+    try:
+        (stored,) = await link.exchange([pack(("GET", key))], 1, timeout_s)
+    finally:
+        link.close()
+    misled = not routes.is_cluster and str(stored).startswith(("MOVED ", ASK))  # the check says what the URL should be
+    if isinstance(stored, hiredis.ReplyError) and is_transient(stored) and not misled:
         route.redirected(str(stored))
-    return int(stored) if isinstance(stored, bytes) else CLUSTER_SHARDS if routes.is_cluster else 1
+        raise NotReadyError(str(stored))
+    return stored if isinstance(stored, bytes) else None
 
 
 def checked_durability(name: str) -> Durability:

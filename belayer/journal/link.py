@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import hiredis
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from belayer.journal.address import Address
 from belayer.journal.replies import is_transient, refused_command
@@ -24,6 +25,9 @@ Reply = Any
 
 pack = cast("Callable[[tuple[Packable, ...]], bytes]", hiredis.pack_command)  # pyright: ignore[reportUnknownMemberType]
 """A command as the bytes to send."""
+
+LONGEST_PAUSE_S = 0.5
+"""Between two attempts at what may soon be well."""
 
 
 class LinkLostError(Exception):
@@ -39,6 +43,16 @@ class NotReadyError(LinkLostError):
 
     A server that loads does not even say truly whether it has an append-only file.
     """
+
+
+def once_ready(timeout_s: float) -> AsyncRetrying:
+    """Waits out NotReadyError, for so long."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type(NotReadyError),
+        stop=stop_after_delay(timeout_s),
+        wait=wait_random_exponential(multiplier=0.01, max=LONGEST_PAUSE_S),
+        reraise=True,
+    )
 
 
 class _Wire(asyncio.Protocol):

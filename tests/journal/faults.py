@@ -25,17 +25,16 @@ from belayer.journal.route import parse_routes
 from belayer.journal.server import Server
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import StreamWriter, read_events, take_over
-from tests.ports import free_port as free_port
 from tests.waiting import DEADLINE_S, until
 
 T = ids.trajectory("t")
 
 
-async def command(url: str, *parts: str) -> Any:
-    """One command to the server, as an operator would type it."""
+async def command(url: str, *parts: str, refusable: tuple[str, ...] = ()) -> Any:
+    """One command to the server, as an operator would type it. Errors that start so are no matter."""
     server = Server(parse_routes(url).of(b""), DEADLINE_S)
     try:
-        return await server.ask(*parts)
+        return await server.ask(*parts, accept=refusable)
     finally:
         server.close()
 

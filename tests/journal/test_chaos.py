@@ -92,7 +92,7 @@ class Load:
     async def go_on(self, appends: int) -> None:
         """Return once the writers have begun so many more appends."""
         before = self.appends
-        await until(lambda: self.appends >= before + appends, 60.0, "progress of the writers")
+        await until(lambda: self.appends >= before + appends, what="progress of the writers")
 
     async def pause(self, seconds: float) -> None:
         """Let the writers be for a while."""
@@ -155,13 +155,13 @@ class FailingOver:
         (replica,) = (server for server in self.made.servers if server is not primary)
         match kind:
             case "failed over" | "paused":
-                await until(lambda: follow(primary, 1), 30.0, "the replica")
+                await until(lambda: follow(primary, 1), what="the replica")
                 if kind == "paused":
                     with paused(primary.pid):
-                        await until(lambda: is_primary(self.made, replica), 30.0, "the failover")
+                        await self.made.fail_over(replica)
                 else:
                     await primary.kill()
-                    await until(lambda: is_primary(self.made, replica), 30.0, "the failover")
+                    await self.made.fail_over(replica)
                     await primary.start()
             case "replica killed":
                 await replica.kill()
@@ -172,10 +172,6 @@ class FailingOver:
                     await load.pause(rng.random() * 0.2)
             case _:
                 await strike_by_command(kind, primary)
-
-
-async def is_primary(made: Sentineled, server: EmbeddedServer) -> bool:
-    return await made.primary() is server
 
 
 async def strike_by_command(kind: str, server: EmbeddedServer) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ class OnCluster(Comparison):
 
     async def start(self) -> None:
         self.namespace = f"test-{os.urandom(6).hex()}"
-        self.redis = await open_store(self.made.url, namespace=self.namespace, shards=SHARDS, timeout_s=20.0)
+        self.redis = await open_store(self.made.url, namespace=self.namespace, shards=SHARDS, timeout_s=60.0)
 
     async def stop(self) -> None:
         await self.redis.close()
@@ -98,7 +97,7 @@ class OnSentinels(Comparison):
 
     async def start(self) -> None:
         namespace = f"test-{os.urandom(6).hex()}"
-        self.redis = await open_store(self.made.url, namespace=namespace, shards=SHARDS, timeout_s=20.0)
+        self.redis = await open_store(self.made.url, namespace=namespace, shards=SHARDS, timeout_s=60.0)
 
     async def stop(self) -> None:
         await self.redis.close()
@@ -106,12 +105,13 @@ class OnSentinels(Comparison):
     async def struck(self, kind: str, call: Callable[[JournalStore], Awaitable[Any]], word: bytes) -> Any:
         primary = await self.made.primary()
         (replica,) = (server for server in self.made.servers if server is not primary)
-        await until(lambda: in_step(primary, replica), 20.0, "the replica")
+        await until(lambda: in_step(primary, replica), what="the replica")
         async with detached(primary, replica):
             outcome = await settled(call(self.redis))
-        await until(lambda: self.same(), 20.0, "what was rolled back")
+        await self.made.fail_over(replica)
+        await until(lambda: self.same(), what="what was rolled back")
         await primary.start()
-        await until(lambda: follow(replica, 1), 20.0, "the old primary")
+        await until(lambda: follow(replica, 1), what="the old primary")
         return outcome
 
     async def same(self) -> bool:
@@ -123,13 +123,10 @@ class OnSentinels(Comparison):
 
 
 def test_slots_that_move(shared_cluster: Cluster) -> None:
-    started = time.monotonic()
     run_state_machine_as_test(lambda: OnCluster(shared_cluster), settings=steps(200, 20))
-    assert STEPS or time.monotonic() - started < 60.0
 
 
 def test_failovers_that_roll_back(tmp_path: Path) -> None:
-    started = time.monotonic()
     with asyncio.Runner() as runner:
         context = sentineled(tmp_path / "s")
         made = runner.run(context.__aenter__())
@@ -137,4 +134,3 @@ def test_failovers_that_roll_back(tmp_path: Path) -> None:
             run_state_machine_as_test(lambda: OnSentinels(made, runner.get_loop()), settings=steps(48, 12))
         finally:
             runner.run(context.__aexit__(None, None, None))
-    assert STEPS or time.monotonic() - started < 60.0

@@ -15,7 +15,8 @@ from belayer import processes
 from belayer.journal import supervise
 from belayer.journal.embedded import EmbeddedServer, find_server
 from belayer.journal.server_checks import parse_info
-from tests.journal.faults import command, free_port
+from tests.journal.faults import command
+from tests.ports import free_port
 from tests.waiting import until
 
 SLOTS = 16384
@@ -147,7 +148,7 @@ async def is_whole(made: Cluster) -> bool:
 
 
 class Sentinel:
-    """One sentinel process."""
+    """One sentinel process. It never takes a busy server for a dead one: tests say when to fail over."""
 
     def __init__(self, folder: Path, primary_port: int, quorum: int, executable: Path | None = None) -> None:
         self.folder = folder
@@ -159,7 +160,7 @@ class Sentinel:
         self.conf.write_text(
             f"port {self.port}\nbind 127.0.0.1\ndir {folder}\nlogfile {folder}/sentinel.log\n"
             f"sentinel monitor journal 127.0.0.1 {primary_port} {quorum}\n"
-            "sentinel down-after-milliseconds journal 300\nsentinel failover-timeout journal 2000\n"
+            "sentinel down-after-milliseconds journal 60000\nsentinel failover-timeout journal 10000\n"
         )
 
     @property
@@ -221,6 +222,18 @@ class Sentineled:
             _, port = await command(sentinel.url, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", "journal")
             named.append(int(port))
         return next(server for server in self.servers if server.port == max(named, key=named.count))
+
+    async def fail_over(self, to: EmbeddedServer) -> None:
+        """As if the sentinels had found the primary dead: returns once each of them names the other server."""
+        await until(lambda: self._failed_over(to), what="the failover")
+
+    async def _failed_over(self, to: EmbeddedServer) -> bool:
+        first = Sentineled(self.servers, self.sentinels[:1])
+        if await first.primary() is not to:  # refused while one is under way, and until the replica has answered
+            await command(
+                first.sentinels[0].url, "SENTINEL", "FAILOVER", "journal", refusable=("INPROG", "NOGOODSLAVE")
+            )
+        return all([await Sentineled(self.servers, [each]).primary() is to for each in self.sentinels])
 
 
 @contextlib.asynccontextmanager
