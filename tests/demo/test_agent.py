@@ -42,7 +42,11 @@ RECORDING = Recording(
         Turn("I will look at the code first, then at the tests.", ("ls -la", "cat tests.py")),
         Turn("Nothing to run yet, let me think about it."),
         Turn("Now I edit the file that is wrong.", ("sed -i s/a/b/ code.py",)),
-        Turn("Does it work now? I run the tests again.", ("python -m pytest",)),
+        Turn(
+            "Does it work now? I run the tests again, every single one of them: something else may be broken, and "
+            "whoever changes code without looking around is soon surprised.",
+            ("python -m pytest",),
+        ),
     ),
 )
 SPEC = SandboxSpec("image")
@@ -57,9 +61,12 @@ class World:
         self.sandboxes = ModelHost()
         self.chat = Chat(RECORDING)
         self.chat.write_token_recording(folder)
-        self.engines = RecordedEngineHost(folder, folder / "log", owner_pid=os.getpid(), tokens_per_s=300, silence_s=5)
+        self.held = folder / "hold"
+        self.engines = RecordedEngineHost(
+            folder, folder / "log", owner_pid=os.getpid(), tokens_per_s=300, silence_s=DEADLINE_S, hold=self.held
+        )
         self.workers = WorkerRecovery(self.store, self.engines, host_name(), "test")
-        self.around = Surroundings(self.store, self.sandboxes, self.engines, "w", "run", recovery_s=20)
+        self.around = Surroundings(self.store, self.sandboxes, self.engines, "w", "run", recovery_s=DEADLINE_S)
         self.collected: list[Incarnation] = []
         self.dies_at_the_end = False
 
@@ -193,11 +200,15 @@ async def test_when_a_worker_is_excluded_its_requests_go_on_at_another(tmp_path:
     async with world(tmp_path) as here:
         await here.workers.start("other", "run")
         here.around = replace(here.around, spare_workers=("other",))
+        *others, longest = (len(here.chat.turn(turn)) for turn in RECORDING.turns)
+        assert max(others) + 5 < longest
+        here.held.write_text(str(max(others) + 5))  # so that it is in its midst for as long as this takes
         rolling = asyncio.create_task(here.roll_out())
         await here.reached(_in_generation(4))
         main = (await look_worker(here.store, "w")).main
         await report_engine_failure(here.store, "w", main, "gpu", "XID 79", "test")
         await _kill_all_of(here, "w")
+        here.held.unlink()
         state = await within(rolling)
         assert _said(state) == _said(undisturbed) and _seen(state) == _seen(undisturbed)
         resumed = [event for event in await here.events(GenerationResumed) if isinstance(event, GenerationResumed)]

@@ -15,7 +15,9 @@ from belayer.demo.testbed import NoTestbedError, build_testbed, image_name
 from belayer.errors import InputError
 from tests.waiting import DEADLINE_S
 
-PACKAGE, VERSION = "belayer-sample", "1.2"
+PACKAGE = "belayer-sample"
+VERSION = f"1.{int.from_bytes(os.urandom(3))}"
+"""Of this process alone: images are the machine's."""
 FILES = {
     # Building this package would be noticed.
     "setup.py": "raise SystemExit('setup.py was run')\n",

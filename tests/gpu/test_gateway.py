@@ -27,7 +27,6 @@ async def quick(tmp_path: Path) -> AsyncIterator[Site]:
 
 @pytest.fixture
 async def slow(tmp_path: Path) -> AsyncIterator[Site]:
-    """300 tokens take at least 0.6 s."""
     async with site(tmp_path, tokens_per_s=500) as made:
         await made.worker(shadow=True)
         yield made
@@ -62,10 +61,12 @@ async def test_the_engines_client_takes_the_gateway_for_an_engine(quick: Site) -
 
 
 async def test_an_engine_killed_in_mid_stream_is_not_seen_by_its_callers(slow: Site) -> None:
+    slow.hold(150)
     async with slow.gateway() as client, client.stream(**WHOLE, rid="a") as stream:
         whole = asyncio.create_task(client.ask(**WHOLE, rid="b"))
         await stream.read(50)
         os.kill(await slow.main_pid(), signal.SIGKILL)
+        slow.release()
         await stream.read()
         assert (stream.tokens, stream.logprobs) == (TURN, LOGPROBS)
         assert stream.info["completion_tokens"] == len(TURN) and stream.info["prompt_tokens"] == len(PROMPT)

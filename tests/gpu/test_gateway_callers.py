@@ -34,7 +34,7 @@ from tests.gpu.gateway_site import (
     Site,
     site,
 )
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 WHOLE: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}, "return_logprob": True}
 FIRST = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}, "trajectory": "t"}
@@ -55,7 +55,7 @@ async def slow(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def test_a_caller_who_comes_back_gets_what_he_lacks(slow: Site) -> None:
-    async with slow.gateway(grace_s=10) as client:
+    async with slow.gateway(grace_s=DEADLINE_S) as client:
         async with client.stream(**WHOLE, rid="a") as stream:
             await stream.read(30)
         for name in ("X-Belayer-Offset", "Last-Event-ID"):
@@ -87,6 +87,7 @@ async def test_a_repeated_rid_is_one_request_with_one_stream_for_each_caller(slo
 
 
 async def test_a_caller_who_stays_away_has_his_request_aborted_and_is_told(slow: Site) -> None:
+    slow.hold(150)
     async with slow.gateway(grace_s=0.02) as client:
         async with client.stream(**WHOLE, rid="a") as stream:
             await stream.read(5)
@@ -133,18 +134,21 @@ async def _resting(made: Site) -> int:
 
 
 async def test_one_too_many_is_told_to_come_again(slow: Site) -> None:
+    slow.hold(150)
     async with slow.gateway(max_streams=1) as client, client.stream(**WHOLE, rid="a") as stream:
         await stream.read(1)
         refused = await client.ask(**WHOLE, rid="b")
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1") and "max-streams" in refused.error
+        slow.release()
         await stream.read()
         assert stream.tokens == TURN
 
 
 async def test_a_request_that_takes_too_long_is_aborted(slow: Site) -> None:
-    async with slow.gateway(request_timeout_s=0.2) as client, client.stream(**WHOLE, rid="a") as stream:
+    slow.hold(150)
+    async with slow.gateway(request_timeout_s=0.4) as client, client.stream(**WHOLE, rid="a") as stream:
         await stream.read()
-        assert stream.events[-1]["error"]["code"] == 504 and 0 < len(stream.tokens) < len(TURN)
+        assert stream.events[-1]["error"]["code"] == 504 and len(stream.tokens) <= 150
         assert (await client.ask(**WHOLE, rid="b")).status == 504
     assert await slow.findings() == []
 
@@ -178,6 +182,7 @@ async def test_a_turn_that_is_asked_for_again_takes_the_place_of_the_first(quick
 
 
 async def test_a_trajectory_generates_for_one_request_at_a_time(slow: Site) -> None:
+    slow.hold(150)
     async with slow.gateway() as client, client.stream(**FIRST, rid="t-1") as stream:
         await stream.read(1)
         busy = await client.ask(**FIRST, rid="t-2")
@@ -223,7 +228,7 @@ def test_a_stream_read_in_any_pieces_is_the_same(tmp_path: Path, cuts: list[int]
     async def run() -> None:
         async with site(tmp_path, tokens_per_s=20_000) as made:
             await made.worker()
-            async with made.gateway(grace_s=10) as client:
+            async with made.gateway(grace_s=DEADLINE_S) as client:
                 tokens: list[int] = []
                 logprobs: list[float] = []
                 for count in [*cuts, 1 << 30]:
@@ -245,7 +250,7 @@ async def test_an_answer_that_was_archived_says_where_it_is(quick: Site, tmp_pat
         assert await Archiver(quick.store, archive, "archiver/test").archive(["a"]) == {"a": None}
         gone = await client.ask(**WHOLE, rid="a")
         assert gone.status == 410 and gone.error.startswith("archived") and "--archive" in gone.error
-    made = Site(ArchivedStore(quick.store, archive), quick.host, quick.recovery)
+    made = Site(ArchivedStore(quick.store, archive), quick.host, quick.recovery, quick.held)
     async with made.gateway() as client:
         assert (await client.ask(**WHOLE, rid="a")).body["output_ids"] == TURN
 

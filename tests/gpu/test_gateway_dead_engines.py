@@ -90,6 +90,7 @@ async def test_a_stream_leaves_an_engine_that_the_journal_calls_dead(tmp_path: P
     """Its process stands still, as a host does that is gone: no connection breaks, and none is refused."""
     async with site(tmp_path, tokens_per_s=300) as made:
         await made.worker("w")
+        made.hold(150)
         async with made.gateway("w v", silence_s=1000, handover_wait_s=0) as client:
             async with client.stream(input_ids=PROMPT, sampling_params={"max_new_tokens": 1000}, rid="a") as stream:
                 await stream.read(20)
@@ -97,6 +98,7 @@ async def test_a_stream_leaves_an_engine_that_the_journal_calls_dead(tmp_path: P
                 await made.worker("v")
                 main = (await look(made.store, "w")).main
                 await report_engine_failure(made.store, "w", main, "hung", "it stands still", "test")
+                made.release()
                 await within(stream.read())
             assert stream.tokens == TURN and stream.info["resumes"] == 1
             assert await made.findings() == []

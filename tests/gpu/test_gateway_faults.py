@@ -25,6 +25,7 @@ from belayer.journal.memory_store import MemoryStore
 from belayer.journal.writer import Reader, take_over
 from belayer.projections.trajectory import fold
 from tests.gpu.gateway_site import LOGPROBS, PROMPT, TURN, Site, site
+from tests.waiting import DEADLINE_S
 
 WHOLE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1000}, "return_logprob": True}
 Incident = Literal["caller", "gateway", "engine"]
@@ -55,7 +56,7 @@ async def _through(made: Site, rid: str, incidents: list[tuple[int, Incident]]) 
     logprobs: list[float] = []
     left = list(incidents)
     while not tokens or tokens[-1] != TURN[-1]:
-        async with made.gateway(grace_s=10) as client:
+        async with made.gateway(grace_s=DEADLINE_S) as client:
             stays = True
             while stays and (not tokens or tokens[-1] != TURN[-1]):
                 async with client.stream(**WHOLE, rid=rid, headers={"X-Belayer-Offset": str(len(tokens))}) as stream:
@@ -124,9 +125,11 @@ async def test_lost_replies_of_the_journal_neither_lose_nor_double_a_token(
 
 async def test_a_journal_that_comes_back_in_time_only_delays(unreliable: tuple[Site, Unreliable]) -> None:
     made, store = unreliable
+    made.hold(150)
     async with made.gateway() as client, client.stream(**WHOLE, rid="a") as stream:
         await stream.read(30)
         store.away.set()
+        made.release()
         asyncio.get_running_loop().call_later(0.2, store.away.clear)
         await stream.read()
         assert (stream.tokens, stream.logprobs) == (TURN, LOGPROBS)
@@ -136,10 +139,12 @@ async def test_a_journal_that_stays_away_ends_the_stream_and_it_goes_on_later(
     unreliable: tuple[Site, Unreliable],
 ) -> None:
     made, store = unreliable
+    made.hold(150)
     async with made.gateway(journal_wait_s=0.05) as client:
         async with client.stream(**WHOLE, rid="a") as stream:
             await stream.read(30)
             store.away.set()
+            made.release()
             await stream.read()
             error = stream.events[-1]["error"]
             assert (error["type"], error["code"]) == ("journal_unavailable", 503) and "same rid" in error["message"]
@@ -156,11 +161,13 @@ async def test_a_trajectory_that_recovery_takes_ends_its_stream_and_waits_for_th
 ) -> None:
     made, store = unreliable
     body = {**WHOLE, "trajectory": "t"}
+    made.hold(150)
     async with made.gateway() as client:
         async with client.stream(**body, rid="t-1") as stream:
             await stream.read(20)
             recovery, _ = await take_over(store, ids.trajectory("t"), "recovery")
             await recovery.append(RecoveryStarted("box-1", "restore", "recovery"))
+            made.release()
             await stream.read()
             assert stream.events[-1]["error"]["type"] == "taken_over"
         again = asyncio.create_task(client.ask(**body, rid="t-2"))

@@ -19,6 +19,7 @@ from belayer.gpu.gateway.text import Text, Tokenizer
 from belayer.gpu.recorded_prefix import ASSISTANT, END, USER, TokenRecording
 from tests.gpu.gateway_site import Client, Site, site
 from tests.gpu.gateway_tokenizer import write_tokenizer
+from tests.waiting import DEADLINE_S
 
 WORDS = ["hello", " world", "h", "é", "日本", "🙂", "<", "a\nb", " ", "or"]
 
@@ -110,14 +111,15 @@ async def speaking(
 
 async def test_a_stop_string_across_the_resume_is_seen(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """The engine dies when half of the stop string is out; only the gateway has seen both halves."""
-    async with speaking(tmp_path, tokenizer, 15) as (made, client):
+    async with speaking(tmp_path, tokenizer, 300) as (made, client):
         before = SAID[: SAID.index(STOP)]
         half = len(tokenizer.encode(before + STOP[:6], special=False))
         body = {"text": "<user>hi<end><assistant>", "sampling_params": {"max_new_tokens": 500, "stop": [STOP, "zzz"]}}
+        made.hold(half)
         async with client.stream(**body, rid="a") as stream:
             await stream.read(half)
-            assert len(stream.tokens) < len(tokenizer.encode(before + STOP, special=False))
             os.kill(await made.main_pid(), signal.SIGKILL)
+            made.release()
             await stream.read()
         assert stream.text == before and stream.info["resumes"] == 1
         assert stream.finish == {"type": "stop", "matched": STOP}
@@ -152,12 +154,14 @@ async def test_completions_and_chat_are_openais(tmp_path: Path, tokenizer: Token
 
 
 async def test_a_completion_that_is_read_in_two_halves_has_all_its_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with speaking(tmp_path, tokenizer, 300, grace_s=10) as (_, client):
+    async with speaking(tmp_path, tokenizer, 300, grace_s=DEADLINE_S) as (made, client):
         body = {"prompt": "<user>hi<end><assistant>", "max_tokens": 500, "rid": "a", "stop": STOP}
+        made.hold(20)
         async with client.stream("/v1/completions", **body) as first:
-            await first.read(events=3)
+            await first.read(events=1)
             assert not first.done
             seen, offset = first.events[:], first.offset
+        made.release()
         async with client.stream("/v1/completions", **body, headers={"Last-Event-ID": str(offset)}) as rest:
             await rest.read()
     text = "".join(event["choices"][0]["text"] for event in [*seen, *rest.events])

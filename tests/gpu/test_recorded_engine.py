@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def host(folder: Path) -> AsyncIterator[RecordedEngineHost]:
-    yield RecordedEngineHost(folder, folder / "engines", owner_pid=os.getpid(), tokens_per_s=4000, silence_s=5)
+    yield RecordedEngineHost(folder, folder / "engines", owner_pid=os.getpid(), tokens_per_s=4000, silence_s=DEADLINE_S)
 
 
 async def _collect(
@@ -89,7 +89,8 @@ async def test_a_wrong_prefix_is_refused_with_its_offset(host: RecordedEngineHos
 
 
 async def test_sigkill_in_mid_generation_is_an_engine_failure_and_the_shadow_goes_on(folder: Path) -> None:
-    host = RecordedEngineHost(folder, folder / "engines", owner_pid=os.getpid(), tokens_per_s=100, silence_s=5)
+    (hold := folder / "hold").write_text("100")
+    host = RecordedEngineHost(folder, folder / "engines", owner_pid=os.getpid(), silence_s=DEADLINE_S, hold=hold)
     main, shadow = await asyncio.gather(host.start("main-1", "main"), host.start("shadow-1", "shadow"))
     assert {main.pid_start_ticks, shadow.pid_start_ticks}.isdisjoint({0})
     client = host.connect(main)
@@ -99,8 +100,8 @@ async def test_sigkill_in_mid_generation_is_an_engine_failure_and_the_shadow_goe
             async with aclosing(client.generate("r1", PROMPT, Sampling())) as batches:
                 async for batch in batches:
                     received.append(batch)
-                    if len(received) == 3:
-                        os.kill(main.pid, signal.SIGKILL)
+                    os.kill(main.pid, signal.SIGKILL)
+        hold.unlink()
         with pytest.raises(EngineFailedError, match="503"):
             await _collect(host, shadow, PROMPT)
         with pytest.raises(EngineFailedError):
