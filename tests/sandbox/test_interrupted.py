@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,23 @@ async def nothing_is_left(bench: Bench, live: Live, name: str) -> None:
     assert [entry.name for entry in folder.iterdir() if name in entry.name] == []
 
 
-async def capturing(bench: Bench, size_bytes: int) -> tuple[Live, str, asyncio.Future[CheckpointReport]]:
-    """A container with so much memory, of which a checkpoint is being made; its name."""
+async def ballasted(bench: Bench, size_bytes: int) -> Live:
+    """A container with so much memory."""
     live = await bench.create()
     await live.sh(BALLAST.format(size=size_bytes))
-    name = bench.name()
-    return live, name, asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+    return live
+
+
+async def capturing(bench: Bench) -> tuple[Live, str, asyncio.Future[CheckpointReport]]:
+    """A container that is held by a checkpoint which is being made; its name."""
+    live = await ballasted(bench, 200_000_000)
+    while True:
+        name = bench.name()
+        working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+        await until(lambda working=working: held(live.incarnation) or working.done(), what="held")
+        if not working.done():
+            return live, name, working
+        await working  # it was done before we were given a turn to see it
 
 
 def freezer(incarnation: Incarnation) -> Freezer:
@@ -117,8 +129,7 @@ async def test_two_at_once_do_not_meet(bench: Bench, home: Path) -> None:
 
 
 async def test_cancelled_it_gives_up(bench: Bench) -> None:
-    live, name, working = await capturing(bench, 200_000_000)
-    await until(lambda: held(live.incarnation), what="held")
+    live, name, working = await capturing(bench)
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
@@ -127,13 +138,8 @@ async def test_cancelled_it_gives_up(bench: Bench) -> None:
 
 
 async def test_killed_in_the_middle_the_next_action_thaws(bench: Bench, home: Path) -> None:
-    live = await bench.create()
-    await live.sh(BALLAST.format(size=200_000_000))
-    name = bench.name()
-    process = await checkpointer(home, live, name)
-    await until(lambda: held(live.incarnation), what="held")
-    process.kill()
-    await process.wait()
+    live = await ballasted(bench, 200_000_000)
+    name = await killed_checkpointer(bench, home, live)
     assert await live.sh("echo fine") == "fine\n", "whoever waits for a frozen container thaws it"
     await until(lambda: no_leftovers(bench, name), what="the leftovers to be removed")
     await nothing_is_left(bench, live, name)
@@ -149,12 +155,8 @@ async def no_leftovers(bench: Bench, name: str) -> bool:
 
 
 async def test_killed_in_the_middle_attaching_thaws(bench: Bench, home: Path) -> None:
-    live = await bench.create()
-    await live.sh(BALLAST.format(size=200_000_000))
-    process = await checkpointer(home, live, bench.name())
-    await until(lambda: held(live.incarnation), what="held")
-    process.kill()
-    await process.wait()
+    live = await ballasted(bench, 200_000_000)
+    await killed_checkpointer(bench, home, live)
     await until(lambda: _thawed_by_attaching(bench, live))
     assert await live.sh("echo fine") == "fine\n"
 
@@ -173,8 +175,7 @@ async def test_a_frozen_container_can_be_removed(bench: Bench) -> None:
 
 
 async def test_killed_while_being_captured(bench: Bench) -> None:
-    live, name, working = await capturing(bench, 200_000_000)
-    await until(lambda: held(live.incarnation), what="held")
+    live, name, working = await capturing(bench)
     os.kill(live.incarnation.pid, signal.SIGKILL)
     await within(live.sandbox.wait_dead())
     done = await asyncio.gather(working, return_exceptions=True)
@@ -187,12 +188,19 @@ async def test_killed_while_being_captured(bench: Bench) -> None:
 
 @pytest.mark.parametrize("attempt", range(4))
 async def test_criu_killed_in_the_middle(bench: Bench, attempt: int) -> None:
-    live, name, working = await capturing(bench, 100_000_000 * attempt + 1)
-    worker = await until(lambda: criu_at_work(live.incarnation), what="CRIU")
-    os.kill(worker, signal.SIGKILL)
-    with pytest.raises((CheckpointFailedError, SandboxFailedError)) as failure:
-        await working
-    if isinstance(failure.value, CheckpointFailedError):
+    live = await ballasted(bench, 100_000_000 * attempt + 1)
+    failure = None
+    while failure is None:  # it may be done before we are given a turn to see it
+        name = bench.name()
+        working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, 1))
+        await until(lambda working=working: criu_at_work(live.incarnation) or working.done(), what="CRIU")
+        if worker := criu_at_work(live.incarnation):
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        (outcome,) = await asyncio.gather(working, return_exceptions=True)
+        failure = outcome if isinstance(outcome, BaseException) else None
+    assert isinstance(failure, CheckpointFailedError | SandboxFailedError)
+    if isinstance(failure, CheckpointFailedError):
         await nothing_is_left(bench, live, name)
         await live.sh("pgrep -f '[b]ytearray'")
     else:  # it was just running a system call of its own in process 1
@@ -267,14 +275,33 @@ async def checkpointer(home: Path, live: Live, name: str) -> asyncio.subprocess.
     )
 
 
+def has_ended(process: asyncio.subprocess.Process) -> bool:
+    return process.returncode is not None
+
+
+async def killed_checkpointer(bench: Bench, home: Path, live: Live) -> str:
+    """The checkpoint that a process was making which was killed while it held the container."""
+    while True:
+        name = bench.name()
+        process = await checkpointer(home, live, name)
+        await until(lambda process=process: held(live.incarnation) or has_ended(process), what="held")
+        process.kill()
+        await process.wait()
+        if name not in await bench.host.checkpoints():
+            return name
+
+
 async def test_removed_while_an_orphaned_criu_holds_it(bench: Bench, home: Path) -> None:
-    live = await bench.create()
-    await live.sh(BALLAST.format(size=200_000_000))
-    process = await checkpointer(home, live, bench.name())
-    tracer = await until(lambda: criu_at_work(live.incarnation), what="CRIU")
-    os.kill(tracer, signal.SIGSTOP)
-    process.kill()
-    await process.wait()
+    live = await ballasted(bench, 200_000_000)
+    tracer = 0
+    while not (tracer and criu_at_work(live.incarnation) == tracer):  # it may be done before we see or stop it
+        process = await checkpointer(home, live, bench.name())
+        await until(lambda process=process: criu_at_work(live.incarnation) or has_ended(process), what="CRIU")
+        if tracer := criu_at_work(live.incarnation):
+            with suppress(ProcessLookupError):
+                os.kill(tracer, signal.SIGSTOP)
+        process.kill()
+        await process.wait()
     await within(bench.host.remove(live.incarnation.name))
     assert await bench.host.incarnations(bench.run) == []
     await until(lambda: holds_nothing(tracer), what="CRIU to let go")

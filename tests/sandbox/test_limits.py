@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError
+from belayer.sandbox import capture
 from belayer.sandbox.captured import digest_of, file_digest, opened
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.freezer import Freezer, freezer_of
@@ -19,7 +21,7 @@ from belayer.sandbox.layer import LayerCapture
 from belayer.sandbox.limits import PIECE_BYTES, Bounds, Limits
 from belayer.sandbox.scan import copy_entry
 from tests.sandbox.conftest import Bench, Live, bench_of
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 MB = 1 << 20
 SMALL = Limits(layer_bytes=16 * MB, layer_entries=2000, frozen_bytes=MB, held_bytes=4 * MB)
@@ -237,14 +239,25 @@ async def test_a_file_that_never_rests(home: Path, hold: bool) -> None:
 
 
 @pytest.mark.sandbox
-async def test_cancelled_while_it_copies_frozen(home: Path) -> None:
+async def test_cancelled_while_it_copies_frozen(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with limited(home, Limits()) as bench:
         live = await bench.create()
-        await live.sh("for i in $(seq 10); do head -c 20000000 /dev/zero > f$i; done")
-        name = bench.name()
-        working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, live.number, hold=True))
+        await live.sh("for i in $(seq 10); do head -c 2000000 /dev/zero > f$i; done")
+        name, copies = bench.name(), threading.Event()
         folder = bench.host.checkpoint_path(name).parent
-        await until(lambda: list(folder.glob(f".partial-{name}-*/layer/testbed/f*")), what="the copy to begin")
+
+        class Standing(Bounds):
+            """Stands in the middle of the copy until it is cancelled, so that nobody need be quick."""
+
+            def go_on(self, _: int = 0) -> None:
+                if list(folder.glob(f".partial-{name}-*/layer/testbed/f*")):
+                    copies.set()
+                    assert self._cancelled.wait(DEADLINE_S)
+                super().go_on()
+
+        monkeypatch.setattr(capture, "Bounds", Standing)
+        working = asyncio.ensure_future(bench.host.checkpoint(live.incarnation, name, live.number, hold=True))
+        await until(copies.is_set, what="the copy to begin")
         assert freezer(live).freezing
         working.cancel()
         with pytest.raises(asyncio.CancelledError):

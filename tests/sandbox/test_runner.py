@@ -19,7 +19,7 @@ from belayer.errors import SandboxFailedError
 from belayer.sandbox import control
 from belayer.sandbox.answers import Last, Ran
 from belayer.sandbox.containers import RUNNER
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 
 class RunnerProcess:
@@ -38,15 +38,17 @@ class RunnerProcess:
         )
         self.channel = control.Channel("runner", folder)
 
-    async def run(self, number: int, command: str, timeout_s: float = 20.0, limit: int = 1 << 20) -> tuple[Ran, bytes]:
-        return await self.channel.ask(request(number, command, timeout_s, limit), Ran, timeout_s + 10.0)
+    async def run(
+        self, number: int, command: str, timeout_s: float = DEADLINE_S, limit: int = 1 << 20
+    ) -> tuple[Ran, bytes]:
+        return await self.channel.ask(request(number, command, timeout_s, limit), Ran, timeout_s + DEADLINE_S)
 
     @property
     def marker(self) -> tuple[str, int] | None:
         return control.read_marker(self.folder)
 
 
-def request(number: int, command: str, timeout_s: float = 20.0, limit: int = 1 << 20) -> dict[str, Any]:
+def request(number: int, command: str, timeout_s: float = DEADLINE_S, limit: int = 1 << 20) -> dict[str, Any]:
     return {
         "kind": "run",
         "number": number,
@@ -91,7 +93,7 @@ async def test_output_status_environment_and_folder(runner: RunnerProcess) -> No
     assert output == f"hello\noops\n{runner.folder.parent}\n".encode()
     assert header.exit_status == 3
     assert not header.timed_out
-    assert 0 < header.duration_s < 10
+    assert header.duration_s > 0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ async def test_a_number_that_runs_now_is_joined(runner: RunnerProcess) -> None:
     asked = asyncio.ensure_future(runner.run(1, "mkfifo gate; read line < gate; echo $line"))
     await until(gate.exists)
     other = control.Channel("runner", runner.folder)
-    joined = asyncio.ensure_future(other.ask(request(1, "echo never"), Ran, 20.0))
+    joined = asyncio.ensure_future(other.ask(request(1, "echo never"), Ran, DEADLINE_S))
     with pytest.raises(SandboxFailedError, match="action 1 is still running"):
         await runner.run(2, "true")
     assert runner.marker == ("busy", 1)
@@ -193,8 +195,16 @@ async def test_the_marker_follows_the_work(runner: RunnerProcess) -> None:
     await asked
     await until(lambda: runner.marker == ("idle", 1))
     assert {path.name for path in runner.folder.iterdir()} >= {"doorbell", "idle-1"}
-    open_files = [path.readlink() for path in Path(f"/proc/{runner.process.pid}/fd").iterdir()]
-    assert [path for path in open_files if path.is_relative_to(runner.folder)] == [runner.folder / "doorbell"]
+    await until(lambda: open_files(runner) == [runner.folder / "doorbell"])
+
+
+def open_files(runner: RunnerProcess) -> list[Path]:
+    """Those of its folder that the runner has open."""
+    found = []
+    for path in Path(f"/proc/{runner.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(path.readlink())
+    return [path for path in found if path.is_relative_to(runner.folder)]
 
 
 async def test_rubbish_in_the_folder_is_dropped(runner: RunnerProcess) -> None:
@@ -215,14 +225,14 @@ async def test_a_runner_that_moved_to_a_fresh_folder_goes_on(runner: RunnerProce
             path.unlink()
     runner.channel.close()
     runner.channel = control.Channel("runner", runner.folder)
-    header, _ = await runner.channel.ask({"kind": "ping"}, Last, 10.0)
+    header, _ = await runner.channel.ask({"kind": "ping"}, Last, DEADLINE_S)
     assert header.last == 1
     await until(lambda: runner.marker == ("idle", 1))
 
 
 async def test_a_client_that_went_away_costs_nothing(runner: RunnerProcess) -> None:
     other = control.Channel("runner", runner.folder)
-    asked = asyncio.ensure_future(other.ask(request(1, "mkfifo gate; read line < gate; echo $line"), Ran, 20.0))
+    asked = asyncio.ensure_future(other.ask(request(1, "mkfifo gate; read line < gate; echo $line"), Ran, DEADLINE_S))
     gate = runner.folder.parent / "gate"
     await until(gate.exists)
     asked.cancel()
