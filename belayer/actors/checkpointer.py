@@ -75,7 +75,7 @@ class Checkpointer:
         self._policy = policy
         self._tempos = Projector(store, ids.trajectory, tempo.fold, tempo.EMPTY)
         self._histories = Projector(store, ids.sandbox, history_of, UNKNOWN)
-        self._trajectories = Projector(store, ids.trajectory, trajectory.fold, trajectory.EMPTY)
+        self._trajectories = Projector(store, ids.trajectory, trajectory.outline, trajectory.EMPTY)
         self._sandboxes = Projector(store, ids.sandbox, sandbox.fold, sandbox.EMPTY)
         self._at_work: dict[str, bool] = {}
         """Sandboxes that a notice of ours is about, and whether another one has come since we looked."""

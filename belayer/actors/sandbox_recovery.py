@@ -160,12 +160,14 @@ class SandboxRecovery:
                 elif (anew := anew + 1) == INITIAL_TRIES:
                     decision = GiveUp(f"its initial state could not be made {anew} times: {error}")
             else:
+                if prefix.phase == "empty":  # nobody waits; its rollout begins as if nothing had been
+                    break
                 await self._resume(
                     rollout, decision.boundary, decision.rewind, restored.name, failed, decision.left_out
                 )
                 break
         self._unfit_since_s.pop(name, None)
-        if isinstance(decision, GiveUp):
+        if isinstance(decision, GiveUp) and prefix.phase != "empty":
             await rollout.append(TrajectoryAborted(decision.reason))
         if not isinstance(decision, RestoreSandbox):
             await writer.append(SandboxRemoved(failed, _in_words(decision)))

@@ -6,7 +6,8 @@ Promises, each a property in tests/projections/test_plan.py:
 - context and environment agree after every plan: the rewind's boundary is the restored one. What a checkpoint of files
   alone lacks of it is in the plan, and such a checkpoint counts as any other (decision 15);
 - tokens generated after the restored boundary are kept when no action ran after it: they fit that environment;
-- a trajectory that has ended is left alone, one whose sandbox fails again and again from one boundary is given up.
+- a trajectory that has ended is left alone, one that has not begun gets its container back as it was;
+- one whose sandbox fails again and again from one boundary is given up.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ MAX_REPEATS = 5
 
 def plan(trajectory: TrajectoryState, sandbox: SandboxState, failure: Failure) -> Plan:
     """The way back to a consistent prefix."""
-    if trajectory.phase in ("empty", "finished", "aborted"):
+    if trajectory.phase in ("finished", "aborted"):
         return LeaveAlone(f"the trajectory is {trajectory.phase}")
     match failure:
         case EngineFailure():

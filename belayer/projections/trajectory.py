@@ -33,6 +33,7 @@ from belayer.journal.events import (
     TrajectoryFinished,
     TrajectoryResumed,
     TrajectoryStarted,
+    readable,
 )
 
 Phase = Literal["empty", "open", "recovering", "finished", "aborted"]
@@ -149,6 +150,26 @@ def fold(history: Iterable[Recorded], state: TrajectoryState = EMPTY) -> Traject
     """The state after `history`."""
     for recorded in history:
         state = evolve(state, recorded.sequence, recorded.event)
+    return state
+
+
+def outline(history: Iterable[Recorded], state: TrajectoryState = EMPTY) -> TrajectoryState:
+    """The same without what is said and run: no segments, no tokens, no commands. For actors, who keep thousands warm.
+
+    Phase, boundaries and what is in flight are those of `fold`.
+    """
+    for recorded in history:
+        event = readable(recorded.event)
+        match event:
+            case TrajectoryStarted():
+                event = replace(event, prompt=b"")
+            case ActionStarted():
+                event = replace(event, command="")
+            case _:
+                pass
+        state = replace(evolve(state, recorded.sequence, event), segments=())
+        if state.generation is not None and state.generation.chunks:
+            state = replace(state, generation=replace(state.generation, chunks=()))
     return state
 
 

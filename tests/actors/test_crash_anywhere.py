@@ -23,6 +23,8 @@ from belayer.actors.sandbox_recovery import SandboxRecovery
 from belayer.actors.sandboxes import create_sandbox, incarnation_of, look
 from belayer.client import Trajectory
 from belayer.errors import FencedError, SandboxFailedError, WrongSequenceError
+from belayer.ids import StreamId
+from belayer.journal.codec import Entry
 from belayer.journal.events import SandboxSpec
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import Notice
@@ -30,6 +32,7 @@ from belayer.journal.writer import Reader
 from belayer.projections import trajectory
 from belayer.projections.trajectory import TrajectoryState
 from belayer.sandbox.protocol import Action
+from replay.audit import audit
 from tests.actors.model import CrashError, Fuse, Fused, ModelHost, changes
 
 NAME = "t"
@@ -84,6 +87,11 @@ async def outcome(store) -> TrajectoryState:
     return trajectory.fold(await Reader(store, ids.trajectory(NAME)).catch_up())
 
 
+async def journaled(store: MemoryStore) -> list[tuple[StreamId, Entry]]:
+    """Everything."""
+    return [(stream, entry) for stream in await store.streams() for entry in await store.read(stream)]
+
+
 def golden() -> tuple[list[int], list[str]]:
     """The context and the environment of the undisturbed run."""
 
@@ -132,6 +140,7 @@ class Anywhere(RuleBasedStateMachine):
             assert state.context() == GOLDEN_CONTEXT
             assert [step.started.command for step in state.steps if changes(step.started.command)] == GOLDEN_ACTIONS
         assert not self.host.containers and not self.host.saved
+        assert audit(self.loop.run_until_complete(journaled(self.store))).findings == []
 
     # --- who can be at work -----------------------------------------------------------------------------------
 

@@ -174,3 +174,17 @@ async def test_a_recovery_that_finishes_anothers_says_it_too() -> None:
     )
     await SandboxRecovery(store, host, "host", "actors/x").recover("t")
     assert await told(store) == [LACKS] * 3
+
+
+async def test_a_container_that_dies_before_its_trajectory_has_begun_is_made_again() -> None:
+    store, host = MemoryStore(), ModelHost()
+    box = await create_sandbox(store, host, "run", "t", SandboxSpec("image"), "rollout")
+    await report_sandbox_failure(store, "t", box.incarnation, "died", "gone", "rollout")
+    await SandboxRecovery(store, host, "host", "actors/x").recover("t")
+    await one_action(store, host)
+    state = await look(store, "t")
+    assert (
+        state.phase == "live" and list(host.containers) == [state.incarnation] and state.incarnation != box.incarnation
+    )
+    prefix = trajectory.fold(await Reader(store, ids.trajectory("t")).catch_up())
+    assert (prefix.phase, prefix.boundary.number) == ("open", 1)

@@ -9,6 +9,7 @@ from belayer.journal.events import (
     CheckpointPublished,
     EpochStarted,
     Rewound,
+    SandboxCreated,
     SandboxRestored,
     TrajectoryFinished,
     TrajectoryResumed,
@@ -28,7 +29,7 @@ from belayer.projections.plan import (
     plan,
 )
 from belayer.projections.trajectory import INITIAL, Boundary
-from tests.histories import Life, lives
+from tests.histories import SPEC, Life, lives
 
 
 def holders(life: Life) -> list[tuple[str, Boundary]]:
@@ -122,7 +123,12 @@ def test_tokens_after_the_restored_boundary_are_kept_when_no_action_ran_there(li
 def test_an_ended_trajectory_is_left_alone(life: Life, failure: SandboxFailure | EngineFailure) -> None:
     ended = trajectory.evolve(life.prefix, life.prefix.sequence + 1, TrajectoryFinished("submitted"))
     assert isinstance(plan(ended, life.container, failure), LeaveAlone)
-    assert isinstance(plan(trajectory.EMPTY, life.container, failure), LeaveAlone)
+
+
+def test_a_trajectory_that_has_not_begun_gets_its_container_back() -> None:
+    created = sandbox.evolve(sandbox.EMPTY, 1, SandboxCreated("box", "c", "sha256:1", "host", 1, 1, "run", SPEC))
+    assert plan(trajectory.EMPTY, created, SandboxFailure()) == RestoreSandbox("", INITIAL, rewind=False)
+    assert isinstance(plan(trajectory.EMPTY, created, EngineFailure(0)), LeaveAlone)
 
 
 @given(lives(), st.integers(1, 3))
