@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Measures everything about engines that docs/gpu.md reports, on the machine with the GPU, in stages:
 #
-#   scripts/gpu_measure.sh OUT_DIR [--tp] [--device cuda:N|cpu] [--shape NAME]... [--quick] [--only PATTERN] [--plan]
+#   scripts/gpu_measure.sh OUT_DIR [--tp] [--device cuda:N|cpu] [--shape NAME]... [--each N] [--quick] [--only PATTERN] [--plan]
 #
 # Each stage is one run of a benchmark into OUT_DIR/STAGE/ (its JSON is written as it goes) and is marked done there; run
 # again with the same OUT_DIR, only what is not done is run. OUT_DIR/summary.json has every stage's last line.
 #   --plan           only says what would be run, and for how long
 #   --tp             also with two tensor parallel ranks, on the device and the next one (NCCL, no NVLink multicast)
 #   --shape NAME     4b, 32b (both without it) or tiny
+#   --each N         kills of each kind (20 without it): fewer make shorter stages
 #   --quick          one kill of each kind, one round: to try the script out, as with --device cpu --shape tiny
 #   --only PATTERN   only the stages whose names match the shell pattern
 # PYTHON names the interpreter that has SGLang 0.5.17 (python3 without it; PYTHONPATH as scripts/gpu_site.sh says).
@@ -15,24 +16,25 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$REPO"
 
-out='' device=cuda:0 tp=no quick=no plan=no only='*' shapes=()
+out='' device=cuda:0 tp=no quick=no plan=no each=20 only='*' shapes=()
 while [ $# -gt 0 ]; do
   case $1 in
     --tp) tp=yes ;;
     --quick) quick=yes ;;
     --plan) plan=yes ;;
-    --device | --shape | --only)
+    --device | --shape | --each | --only)
       [ $# -ge 2 ] || fail "$1 needs a value"
-      case $1 in --device) device=$2 ;; --shape) shapes+=("$2") ;; --only) only=$2 ;; esac
+      case $1 in --device) device=$2 ;; --shape) shapes+=("$2") ;; --each) each=$2 ;; --only) only=$2 ;; esac
       shift ;;
     -*) fail "unknown option $1; see the head of scripts/gpu_measure.sh" ;;
     *) [ -z "$out" ] || fail "one OUT_DIR, not $out and $1"; out=$1 ;;
   esac
   shift
 done
-[ -n "$out" ] || fail "usage: scripts/gpu_measure.sh OUT_DIR [--tp] [--device cuda:N|cpu] [--shape NAME]... [--quick] [--only PATTERN] [--plan]"
+[ -n "$out" ] || fail "usage: scripts/gpu_measure.sh OUT_DIR [--tp] [--device cuda:N|cpu] [--shape NAME]... [--each N] [--quick] [--only PATTERN] [--plan]"
 [ ${#shapes[@]} -gt 0 ] || shapes=(4b 32b)
 for shape in "${shapes[@]}"; do [[ $shape =~ ^(tiny|4b|32b)$ ]] || fail "unknown shape $shape; there are tiny, 4b and 32b"; done
+[[ $each =~ ^[1-9][0-9]*$ ]] || fail "--each $each is no number of kills"
 [[ $device =~ ^(cpu|cuda:[0-9]+)$ ]] || fail "unknown device $device; cpu or cuda:N"
 python=${PYTHON:-python3}
 out=$(realpath -m "$out")
@@ -58,7 +60,8 @@ handover() { # NAME SECONDS SHAPE LOAD ARGUMENT...: the budget is twice the esti
     --tokens "$tokens" --budget-s $((2 * seconds + 300)) --start-timeout-s 600 --out "$out/$name" "$@"
 }
 
-if [ $quick = yes ]; then each=1 rounds=1 equal=1; else each=20 rounds=5 equal=4; fi
+rounds=5 equal=4
+[ $quick = no ] || each=1 rounds=1 equal=1
 tokens=128 start_s=60 kill_s=12 wave=12
 for shape in "${shapes[@]}"; do
   many=64x2048 loads=(1x2048 1x8192 16x2048 16x8192 64x2048 64x8192)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_summary import figures
+from benchmarks.handover_figures import headline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,13 +35,14 @@ def test_the_plan_is_the_whole_matrix_without_what_is_done(tmp_path: Path) -> No
     assert set(planned(str(tmp_path), "--tp")) - expected == {"tp2-4b", "tp2-32b", "update-nccl"}
     (tmp_path / "zombie-4b").mkdir()
     (tmp_path / "zombie-4b" / "done").touch()
+    assert planned(str(tmp_path), "--only", "kills-4b-1x8192", "--each", "5") == {"kills-4b-1x8192": "about 6 min"}
     assert planned(str(tmp_path), "--only", "zombie-*") == {"zombie-4b": "done", "zombie-32b": "about 5 min"}
 
 
-@pytest.mark.parametrize("arguments", [["--device", "gpu"], ["--shape", "70b"], ["--what"], ["--only"], []])
-def test_what_it_does_not_understand_is_refused(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", ["--device gpu", "--shape 70b", "--each 0", "--what", "--only", ""])
+def test_what_it_does_not_understand_is_refused(arguments: str, tmp_path: Path) -> None:
     out = [str(tmp_path)] if arguments else []
-    done = subprocess.run([ROOT / "scripts/gpu_measure.sh", *out, *arguments], capture_output=True, text=True)
+    done = subprocess.run([ROOT / "scripts/gpu_measure.sh", *out, *arguments.split()], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stdout == ""
 
 
@@ -73,3 +75,12 @@ def test_a_stage_is_done_only_when_nothing_of_it_is_missing(
     assert (done.returncode, json.loads(done.stdout)) == (0 if missing is None else 1, found)
     all_of_it = subprocess.run([*command, "--all", tmp_path], capture_output=True, text=True, cwd=ROOT)
     assert json.loads(all_of_it.stdout) == {"a-stage": found}
+
+
+def test_the_benchmarks_last_line_has_every_figure_and_throughput_with_everything_on_where_it_was_measured() -> None:
+    keys = {"kill_to_token_p50_s", "kill_to_token_p99_s", "cold_start_s", "shadow_gpu_gb", "throughput_ratio"}
+    assert headline({}).keys() >= keys | {"weight_update_ratio", "equal"}
+    alone = {"steady": {"tokens_per_s": 99.0, "each": [99.0]}, "plain": {"tokens_per_s": 100.0, "each": [100.0]}}
+    assert headline(alone)["throughput_ratio"] == headline(alone)["throughput_engine_alone_ratio"] == 0.99
+    whole = headline(alone | {"everything": {"everything_ratio": 0.97, "ours_ratio": 0.98}})
+    assert (whole["throughput_ratio"], whole["throughput_engine_alone_ratio"]) == (0.97, 0.99)
