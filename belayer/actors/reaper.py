@@ -145,6 +145,9 @@ class Reaper:
                 writer, _ = await take_over(self._store, stream, self._by)
                 await writer.append(WorkerRemoved(incarnation, f"run {of_run} is over"))
                 await self._engines.kill(process_of(engine))
+        if state.run == of_run:
+            for stray in await self._engines.strays(stream.name):
+                await self._engines.kill(stray)
 
     async def _remove_sandbox_of(self, stream: StreamId, of_run: str) -> None:
         if (await look(self._store, stream.name)).run == of_run:

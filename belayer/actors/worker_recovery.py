@@ -6,7 +6,8 @@ begun by the notice of the handover, so that nobody waits for it. A main whose m
 a shadow and is replaced, memory server and all, as soon as it is idle, or after `drain_s`; until then the journal calls
 it draining, so that new requests go to other workers. A main that dies again soon after it was replaced is taken for a
 sign of a failing GPU: its worker is excluded, and its requests go to other workers; so is one for which no main can be
-started. An engine that no event names is removed by the reaper. An engine is called ready with the version of the
+started. An engine that no event names, for its starter died too soon, is ended by whoever starts the next one, and by
+the reaper. An engine is called ready with the version of the
 weights that it has: the memory server's word, and where there is none the old main's version for a shadow, 0 for an
 engine started anew.
 """
@@ -17,6 +18,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable
+
+import structlog
 
 from belayer import ids
 from belayer.actors.patience import settled
@@ -38,6 +41,8 @@ from belayer.journal.store import JournalStore
 from belayer.journal.writer import Reader, StreamWriter, take_over
 from belayer.observe import steps
 from belayer.projections.worker import EMPTY, EngineState, WorkerState, evolve, fold
+
+log = structlog.get_logger("belayer.recovery")
 
 DRAIN_S = 600.0
 """How long a main whose memory server is gone may go on with the requests that it has."""
@@ -214,6 +219,7 @@ class WorkerRecovery:
 
     async def _arm(self, name: str) -> None:
         """Start a shadow, then register it: the slow part holds no epoch that a handover would wait for."""
+        await self._end_strays(name)
         state = await look(self._store, name)
         incarnation = f"{name}-{ids.new_suffix()}"
         shadow = await self._host.start(incarnation, "shadow")
@@ -230,7 +236,17 @@ class WorkerRecovery:
             await self._host.kill(shadow)
             raise
 
+    async def _end_strays(self, name: str) -> None:
+        """End the engines that dead actors have started for the worker, and that no event names."""
+        if found := await self._host.strays(name):
+            known = (await look(self._store, name)).engines
+            for engine in found:
+                if engine.incarnation not in known:
+                    log.info("ending an engine whose starter died", engine=engine.incarnation, pid=engine.pid)
+                    await self._host.kill(engine)
+
     async def _start_main(self, writer: StreamWriter, name: str, run: str) -> None:
+        await self._end_strays(name)
         incarnation = f"{name}-e{writer.epoch}"
         main = await self._host.start(incarnation, "main")
         events: tuple[AnyEvent, ...] = (

@@ -109,6 +109,10 @@ class EngineHost(Protocol):
         """True once no request runs on it; False when one still does after the time."""
         ...
 
+    async def strays(self, worker: str) -> Sequence[EngineProcess]:
+        """Engines of that worker here whose starter is dead. One that the journal then does not know is nobody's."""
+        ...
+
     async def kill(self, engine: EngineProcess) -> None:
         """SIGKILL the process and return once it is proved gone. A process that is gone already is fine."""
         ...

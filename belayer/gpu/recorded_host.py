@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ import aiohttp
 from belayer.errors import EngineFailedError
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineFailure, EngineProcess, Handover
+from belayer.gpu.strays import find_strays, started_by_us
 from belayer.processes import host_name, kill, start_ticks, wait_exit
 
 _LOG_TAIL_BYTES = 400
@@ -113,6 +115,10 @@ class RecordedEngineHost:
         """It has no state that a request would lose: always."""
         return True
 
+    async def strays(self, worker: str) -> Sequence[EngineProcess]:
+        """Engines of that worker here whose starter is dead; see `strays.py`."""
+        return await asyncio.to_thread(find_strays, worker, self._owner_pid)
+
     async def kill(self, engine: EngineProcess) -> None:
         """SIGKILL the process and return once it is proved gone. A process that is gone already is fine."""
         await kill(engine.pid, engine.pid_start_ticks)
@@ -129,5 +135,10 @@ class RecordedEngineHost:
 def _spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as log_file:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log_file, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            env=os.environ | started_by_us(),
+            start_new_session=True,
         )

@@ -31,6 +31,7 @@ from belayer.gpu.memory_process import MemoryProcess
 from belayer.gpu.memory_ranks import MemoryRanks, tensor_parallel_size
 from belayer.gpu.progress import HangRule
 from belayer.gpu.protocol import EngineFailure, EngineProcess, Handover
+from belayer.gpu.strays import find_strays, started_by_us
 from belayer.processes import host_name, is_alive, kill, start_ticks, wait_exit
 
 _LOG_TAIL_BYTES = 1500
@@ -232,6 +233,10 @@ class SglangHost:
                 return True
         return False
 
+    async def strays(self, worker: str) -> Sequence[EngineProcess]:
+        """Engines of that worker here whose starter is dead; see `strays.py`."""
+        return await asyncio.to_thread(find_strays, worker, self._owner_pid)
+
     async def kill(self, engine: EngineProcess) -> None:
         """SIGKILL the engine and return once it is proved gone, its schedulers and their GPU memory too.
 
@@ -275,7 +280,7 @@ class SglangHost:
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
-                    env=self._environment,
+                    env=self._environment | started_by_us(),
                     pass_fds=[ready_write],
                     start_new_session=True,
                 )

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from belayer.journal.events import EpochStarted, FailureDetected, HandoverComple
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import Notice
 from belayer.journal.writer import Reader, take_over
-from belayer.processes import host_name, is_alive
+from belayer.processes import host_name, is_alive, start_ticks
 from belayer.projections.worker import WorkerState
 from tests.waiting import DEADLINE_S, until, within
 
@@ -360,4 +361,39 @@ async def test_a_clock_that_was_set_back_excludes_no_worker(engines: RecordedEng
             await recover(recovery)
         assert not (await look(store, "w")).excluded
     finally:
+        await _kill_all(engines, await look(store, "w"))
+
+
+async def test_an_engine_whose_starter_died_before_the_journal_knew_it_is_ended(
+    engines: RecordedEngineHost, tmp_path: Path
+) -> None:
+    """An actor is killed between the start of a main and its registration, another while it arms a shadow."""
+    store = MemoryStore()
+    recovery = WorkerRecovery(store, engines, host_name(), "actors/elsewhere-1-ab")
+    main = (await recovery.start("w", "run")).serving
+    assert main is not None
+    script = (
+        "import asyncio, os, sys\nfrom pathlib import Path\n"
+        "from belayer.gpu.recorded_host import RecordedEngineHost as Host\n"
+        "host = Host(Path(sys.argv[1]), Path(sys.argv[1]) / 'log', owner_pid=int(sys.argv[2]))\n"
+        "for name, role in (('w-e99', 'main'), ('w-ab12cd', 'shadow'), ('w2-e1', 'main')):\n"
+        "    print(asyncio.run(host.start(name, role)).pid, flush=True)\n"
+        "os._exit(9)\n"
+    )
+    actor = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, str(tmp_path), str(os.getpid())), stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await asyncio.wait_for(actor.communicate(), 60)
+    pids = [int(line) for line in said.split()]
+    other = EngineProcess("w2-e1", host_name(), pids[2], start_ticks(pids[2]), "")
+    try:
+        assert len(pids) == 3 and all(map(start_ticks, pids))
+        ours = await engines.start("w-e98", "main")  # its starter lives: it may be in the making
+        await recover(recovery)
+        assert [bool(start_ticks(pid)) for pid in (*pids, ours.pid)] == [False, False, True, True]
+        state = await look(store, "w")
+        assert state.serving == main and state.shadow is not None
+        await engines.kill(ours)
+    finally:
+        await engines.kill(other)
         await _kill_all(engines, await look(store, "w"))
