@@ -25,8 +25,9 @@ T = ids.trajectory("t")
 Got = TypeVar("Got")
 
 
-async def begun(store: MemoryStore, **options: float) -> Trajectory:
-    trajectory = await Trajectory.open(store, "t", **options)  # type: ignore[arg-type]
+async def begun(store: MemoryStore, chunk_s: float = 1000.0, **options: float) -> Trajectory:
+    """Chunks end by their size alone, unless a test says otherwise."""
+    trajectory = await Trajectory.open(store, "t", chunk_s=chunk_s, **options)  # type: ignore[arg-type]
     await trajectory.start("run", "task", [1, 2])
     return trajectory
 

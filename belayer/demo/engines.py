@@ -56,10 +56,10 @@ def make_engines(
     if engine == "sglang":
         return _sglang(folder, chats)
     host = RecordedEngineHost(
-        recordings, folder / "engines", owner_pid=os.getpid(), tokens_per_s=tokens_per_s, silence_s=5.0
+        recordings, folder / "engines", owner_pid=os.getpid(), tokens_per_s=tokens_per_s, silence_s=60.0
     )
     options = ["--engine", "recorded", "--recordings", str(recordings), "--tokens-per-s", str(tokens_per_s)]
-    return DemoEngines(host, options, Deadlines(ready_s=30.0, recovery_s=60.0))
+    return DemoEngines(host, options, Deadlines(ready_s=120.0, recovery_s=180.0))
 
 
 def _sglang(folder: Path, chats: Sequence[Chat]) -> DemoEngines:

@@ -42,7 +42,7 @@ class RecordedEngineHost:
         owner_pid: int,
         tokens_per_s: float = 400.0,
         start_timeout_s: float = 120.0,
-        silence_s: float = 10.0,
+        silence_s: float = 60.0,
         hold: Path | None = None,
     ) -> None:
         self._recordings = recordings

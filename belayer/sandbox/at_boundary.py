@@ -4,6 +4,7 @@ frozen or not; its memory all there."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,19 +13,24 @@ from belayer.sandbox import lazy
 from belayer.sandbox.control import read_marker
 from belayer.sandbox.limits import Bounds
 
-SETTLE_S = 1.0
-"""How long the runner may take from delivering its answer to saying that it is idle."""
+SETTLE_S = 10.0
+"""How long the runner may take from delivering its answer to saying that it is idle: at once, on a machine that is not
+overloaded."""
 POLL_S = 0.001
 ASK_EVERY_S = 0.1
 
 
-def await_idle(control: Path, incarnation: str, action: int) -> None:
-    """Return when it does. CheckpointRefusedError when it has gone on, or does not come to rest."""
+def await_idle(control: Path, incarnation: str, action: int, go_on: Callable[[], object]) -> None:
+    """Return when it does. CheckpointRefusedError when it has gone on, or does not come to rest.
+
+    `go_on` is asked meanwhile; it raises to end this.
+    """
     settled = time.monotonic() + SETTLE_S
     while (marker := read_marker(control)) != ("idle", action):
         passed = marker is not None and (marker[1] > action or marker[0] == "idle")
         if passed or time.monotonic() > settled:
             refuse_marker(incarnation, action, marker)
+        go_on()
         time.sleep(POLL_S)
 
 

@@ -136,7 +136,7 @@ class Capture:
 
     def _capture(self, freezer: Freezer, lock: int, started: float) -> CheckpointReport:
         self._refuse_outsiders(freezer.processes())
-        await_idle(self._control, self._incarnation.name, self._action)
+        await_idle(self._control, self._incarnation.name, self._action, self._bounds.go_on)
         if self._hold:
             self._freeze(freezer)
         known = self._home.captured(self._incarnation.name)
@@ -312,7 +312,7 @@ class Capture:
         """Freeze the container and verify, with everything stopped, that this is the boundary that was asked for, and
         all of it; its processes. The runner may just be answering somebody: then it is let finish, a few times."""
         for _ in range(FREEZE_TRIES):
-            await_idle(self._control, self._incarnation.name, self._action)
+            await_idle(self._control, self._incarnation.name, self._action, self._bounds.go_on)
             self._bounds.go_on()
             if not freezer.frozen:  # held from the start
                 self._frozen_at = time.monotonic()

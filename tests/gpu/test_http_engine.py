@@ -13,13 +13,13 @@ from belayer.errors import EngineFailedError, InputError
 from belayer.gpu.http_engine import HttpEngine
 from belayer.gpu.protocol import EngineProcess, Sampling, TokenBatch
 from belayer.gpu.resume_group import UNREAD_TOKENS, FellBehindError
-from tests.waiting import until, within
+from tests.waiting import DEADLINE_S, until, within
 
 Say = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(say: Say, seen: list[Any] | None = None, silence_s: float = 0.5) -> AsyncIterator[HttpEngine]:
+async def serving(say: Say, seen: list[Any] | None = None, silence_s: float = DEADLINE_S) -> AsyncIterator[HttpEngine]:
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if seen is not None:
@@ -135,9 +135,9 @@ async def test_silence_is_an_engine_failure() -> None:
         await response.write(event([4], 1))
         await heard.wait()
 
-    async with serving(say) as engine:
-        with pytest.raises(EngineFailedError, match="after 1 tokens"):
-            await collect(engine)
+    async with serving(say, silence_s=0.5) as engine:
+        with pytest.raises(EngineFailedError, match=r"after [01] tokens \(nothing came for 0.5 s\)"):
+            await within(collect(engine))
         heard.set()
 
 
@@ -244,7 +244,7 @@ async def test_events_without_tokens_are_silence() -> None:
                 await response.write(event([], 0, name=name))
                 await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=0.05)
 
-    async with serving(say, []) as engine:
+    async with serving(say, [], silence_s=0.5) as engine:
         with pytest.raises(EngineFailedError, match=r"after 0 tokens \(nothing came for 0.5 s\)"):
             await within(collect(engine))
         with pytest.raises(EngineFailedError, match=r"after 0 tokens \(nothing came for 0.5 s\)"):

@@ -17,6 +17,7 @@ from belayer.sandbox.home import default_home
 from belayer.sandbox.manifest import read_manifest, sizes_and_digests, write_manifest
 from belayer.sandbox.protocol import Action, Incarnation
 from belayer.sandbox.removal import remove_tree
+from tests.waiting import DEADLINE_S
 
 IMAGE = "belayer-base:bookworm"
 SPEC = SandboxSpec(IMAGE, workdir="/testbed")
@@ -109,7 +110,7 @@ class Live:
     def incarnation(self) -> Incarnation:
         return self.sandbox.incarnation
 
-    async def sh(self, command: str, status: int = 0, timeout_s: float = 60.0) -> str:
+    async def sh(self, command: str, status: int = 0, timeout_s: float = DEADLINE_S) -> str:
         """Run the next action; its output. The exit status must be the expected one."""
         self.number += 1
         seen = await self.sandbox.run(Action(self.number, command, timeout_s))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
+from belayer.sandbox import at_boundary
 from belayer.sandbox import capture as capture_module
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.freezer import Freezer, freezer_of
@@ -21,7 +22,7 @@ from belayer.sandbox.limits import Limits
 from belayer.sandbox.protocol import Action, CheckpointReport, Incarnation
 from belayer.sandbox.tree import described
 from tests.sandbox.conftest import Bench, Live
-from tests.waiting import until, within
+from tests.waiting import DEADLINE_S, until, within
 
 pytestmark = pytest.mark.sandbox
 BALLAST = """
@@ -89,7 +90,7 @@ async def test_refused_while_a_docker_exec_lives(bench: Bench) -> None:
     await live.checkpoint()
 
 
-async def test_refused_when_the_runner_has_moved_on_or_is_busy(bench: Bench) -> None:
+async def test_refused_when_the_runner_has_moved_on_or_is_busy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     live = await bench.create()
     await live.sh("mkfifo gate")
     await live.sh("true")
@@ -99,11 +100,13 @@ async def test_refused_when_the_runner_has_moved_on_or_is_busy(bench: Bench) -> 
     asked = asyncio.ensure_future(live.sandbox.run(Action(3, "touch begun; read line < gate")))
     root = Path(f"/proc/{live.incarnation.pid}/root/testbed")
     await until((root / "begun").exists)
+    monkeypatch.setattr(at_boundary, "SETTLE_S", 0.5)
     for action in (2, 3):
         with pytest.raises(CheckpointRefusedError, match="busy with action 3"):
             await bench.host.checkpoint(live.incarnation, "never", action)
     await asyncio.to_thread((root / "gate").write_text, "go\n")
     await asked
+    monkeypatch.undo()
     live.number = 3
     await live.checkpoint()
 
@@ -116,7 +119,8 @@ async def test_a_dead_container_cannot_be_captured(bench: Bench) -> None:
         await bench.host.checkpoint(live.incarnation, "never", 0)
 
 
-async def test_two_at_once_do_not_meet(bench: Bench, home: Path) -> None:
+async def test_two_at_once_do_not_meet(bench: Bench, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_module, "LOCK_S", DEADLINE_S)
     live = await bench.create()
     await live.sh("true")
     async with open_host(home) as other:

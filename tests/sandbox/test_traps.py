@@ -236,7 +236,7 @@ ALSO_REFUSED = {
 async def start(live: Live, name: str, script: str) -> None:
     source = base64.b64encode((COMMON + script + "\n").encode()).decode()
     await live.sh(f"echo {source} | base64 -d > {name}.py; python3 {name}.py {name} > {name}.log 2>&1 &")
-    await live.sh(f"for i in $(seq 900); do [ -e {name}.up ] && exit; sleep 0.02; done; cat {name}.log; exit 1")
+    await live.sh(f"for i in $(seq 5000); do [ -e {name}.up ] && exit; sleep 0.02; done; cat {name}.log; exit 1")
 
 
 async def test_what_works(bench: Bench) -> None:
@@ -274,6 +274,7 @@ async def test_what_else_is_seen(bench: Bench) -> None:
         await start(live, name, script)
     freezer = freezer_of(live.incarnation.pid)
     assert freezer is not None
+    await until(lambda: any(map(is_dead, freezer.processes())), what="the end of a first thread")
     held = freezer.processes()
     for name, (_, cause) in ALSO_REFUSED.items():
         mine = [pid for pid in held if f"python3 {name}.py" in described(pid) or (is_dead(pid) and "thread" in name)]
