@@ -15,7 +15,7 @@ import msgspec
 
 from belayer.errors import CodecError, UnknownEventError, WrongKeyError
 from belayer.ids import StreamId, StreamKind
-from belayer.journal.codec import DIGEST_BYTES, Entry, Envelope, Recorded, decode_entry
+from belayer.journal.codec import DIGEST_BYTES, UNDECODABLE, Entry, Envelope, Recorded, decode_entry, is_newer
 from belayer.journal.columns import LOGPROB_BYTES, TOKEN_ID_BYTES
 from belayer.journal.events import AnyEvent, Sealed, TokensAppended
 from belayer.journal.sealing import Keyring
@@ -85,7 +85,7 @@ class StreamAudit:
             encoded = body[1:]
             try:
                 envelope = decode(encoded) if body[0] == _ONE_EVENT else None
-            except msgspec.DecodeError:
+            except UNDECODABLE:
                 envelope = None
             if envelope is not None:
                 chunk = envelope.event
@@ -139,7 +139,12 @@ class StreamAudit:
         try:
             events = decode_entry(self.stream, entry.epoch, entry.last_sequence, entry.body)
         except UnknownEventError as error:
-            raise error.by(self._chain.writer_version if entry.epoch == self._chain.epoch else "") from None
+            version = self._chain.writer_version if entry.epoch == self._chain.epoch else ""
+            if not version or is_newer(version):
+                raise error.by(version) from None
+            problem = f"event tag {error.tag!r}, which Belayer {version} never wrote"
+            self._chain.unreadable(entry.last_sequence, problem)
+            return
         except CodecError as error:
             self._chain.unreadable(entry.last_sequence, error.problem)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sys
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from belayer.cli.options import ArchiveUrl, AsJson, Namespace, Url, open_journal
-from belayer.errors import InputError
+from belayer.errors import CodecError, InputError
 
 if TYPE_CHECKING:
     from belayer.journal.archive import Archive
@@ -89,8 +90,10 @@ async def _run(archive: Archive, url: str | None, namespace: str) -> tuple[list[
         names: list[str] = []
         for stream in await store.streams(StreamKind.TRAJECTORY):
             last = await store.last(stream)
-            if last is not None and not mark_of(decode_entry(stream, last.epoch, last.last_sequence, last.body)):
-                names.append(stream.name)
+            with contextlib.suppress(CodecError):  # the archiver will say what is wrong with it
+                if last is None or mark_of(decode_entry(stream, last.epoch, last.last_sequence, last.body)):
+                    continue
+            names.append(stream.name)
         outcomes = await Archiver(store, archive, f"archive/{os.getpid()}").archive(names)
     left = {name: str(error) for name, error in outcomes.items() if error is not None}
     return sorted(outcomes.keys() - left.keys()), left

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from belayer.errors import CodecError, DamagedJournalError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Recorded
 from belayer.journal.events import EpochStarted, StreamArchived, TokensAppended
@@ -87,6 +88,13 @@ class LossRow(msgspec.Struct, frozen=True):
     age_s: float
 
 
+class UnreadableRow(msgspec.Struct, frozen=True):
+    """A stream that is damaged, or that a newer Belayer writes; its row is as of the last event that could be read."""
+
+    stream: str
+    problem: str
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """One look at the journal."""
 
@@ -97,6 +105,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Trajectories that have ended and are in the archive: not among the others."""
     losses: list[LossRow] = []
     """Oldest first."""
+    unreadable: list[UnreadableRow] = []
 
 
 class _Watched(Generic[S]):
@@ -141,6 +150,7 @@ class Board:
         self._sandboxes: dict[str, _Watched[sandbox.SandboxState]] = {}
         self._workers: dict[str, _Watched[worker.WorkerState]] = {}
         self._runs: dict[str, _Watched[run.RunState]] = {}
+        self._unreadable: dict[StreamId, str] = {}
 
     async def look(self, now_ns: int) -> Snapshot:
         """The journal as it is now; ages are counted from `now_ns`."""
@@ -155,6 +165,7 @@ class Board:
             engines=[row for watched in self._workers.values() for row in _engine_rows(watched, now_ns)],
             archived=sum(watched.archived for watched in self._trajectories.values()),
             losses=[_loss_row(loss, now_ns) for loss in await self._store.losses()],
+            unreadable=[UnreadableRow(str(stream), self._unreadable[stream]) for stream in sorted(self._unreadable)],
         )
 
     async def _catch_up(self) -> None:
@@ -162,11 +173,13 @@ class Board:
 
         async def one(stream: StreamId) -> None:
             async with limit:
-                await self._watched(stream).catch_up()
+                try:
+                    await self._watched(stream).catch_up()
+                except (CodecError, DamagedJournalError) as error:
+                    self._unreadable[stream] = str(error)
 
-        async with asyncio.TaskGroup() as tasks:
-            for stream in await self._store.streams():
-                tasks.create_task(one(stream))
+        self._unreadable.clear()
+        await asyncio.gather(*map(one, await self._store.streams()))
 
     def _watched(self, stream: StreamId) -> _Watched[Any]:
         store, name = self._store, stream.name

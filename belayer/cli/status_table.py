@@ -36,7 +36,8 @@ def tables(snapshot: Snapshot) -> Group:
         *([_engines(snapshot.engines)] if snapshot.engines else []),
         *([Text(f"{snapshot.archived} more trajectories are archived.", "dim")] if snapshot.archived else []),
     ]
-    return Group(*(parts or [Text("The journal is empty.", "dim")]), *_losses(snapshot.losses))
+    unreadable = [Text(f"Cannot be read: {row.problem}.", "bold red") for row in snapshot.unreadable]
+    return Group(*(parts or [Text("The journal is empty.", "dim")]), *unreadable, *_losses(snapshot.losses))
 
 
 def _losses(rows: list[LossRow]) -> list[Text]:

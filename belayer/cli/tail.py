@@ -45,13 +45,19 @@ def tail(
 async def _tail(
     text: str, url: str | None, namespace: str, archive: str | None, lines: int, follow: bool, as_json: bool
 ) -> None:
+    from belayer.errors import UnknownEventError
+    from belayer.journal.writer import version_of
+
     async with open_journal(url, namespace, archive) as store:
         stream = await find_stream(store, text)
         last = await store.last(stream)
         shown = max(0, last.last_sequence - lines) if last is not None else 0
         while True:
             for entry in (entries := await store.read(stream, shown, _PAGE)):
-                _print(stream, entry, shown, as_json, store.keyring)
+                try:
+                    _print(stream, entry, shown, as_json, store.keyring)
+                except UnknownEventError as error:
+                    raise error.by(await version_of(store, stream, entry.epoch)) from None
                 shown = entry.last_sequence
             if len(entries) < _PAGE:
                 if not follow:

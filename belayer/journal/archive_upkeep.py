@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from belayer.errors import ArchiveError, JournalError, ProtocolError
+from belayer.errors import ArchiveError, CodecError, JournalError, ProtocolError
 from belayer.ids import StreamId
 from belayer.journal.archive import Archive, created_at
 from belayer.journal.archive_format import Index, Part
@@ -86,7 +86,10 @@ async def verify(archive: Archive, store: JournalStore | None = None) -> Verifie
     named: set[str] = set()
     if store is not None:
         for stream in await store.streams():
-            named |= await _check_marks(archive, store, stream, problems)
+            try:
+                named |= await _check_marks(archive, store, stream, problems)
+            except (CodecError, ProtocolError) as error:
+                problems.append(str(error))
     parts = [part for index in readable.values() for part in index.parts]
     return Verified(
         segments=len(stored),

@@ -8,6 +8,7 @@ CodecError; an event tag of a newer version raises UnknownEventError; nothing is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -92,6 +93,8 @@ _decoder = msgspec.msgpack.Decoder(_StoredEnvelope)
 _event_decoder = msgspec.msgpack.Decoder(AnyEvent)
 _ARRAY_OF_ONE = b"\x91"
 _split = msgspec.msgpack.Decoder(list[msgspec.Raw])
+UNDECODABLE = (msgspec.DecodeError, RecursionError)
+"""What msgspec raises for bytes that somebody else wrote: arrays may be nested deeper than it follows."""
 
 UPCASTERS: dict[str, Callable[[list[Any]], list[Any]]] = {}
 """Old tag -> the event's fields, tag first, in the form of the tag that came after it. Never a way back to an old tag.
@@ -149,7 +152,7 @@ def split_entry(stream: StreamId, epoch: int, last_sequence: int, body: bytes) -
     """The encoded envelopes of a stored entry, in order."""
     try:
         envelopes = _split.decode(body)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CodecError(f"{stream} entry {epoch}-{last_sequence}", f"not an entry: {error}") from None
     if not envelopes or len(envelopes) > last_sequence:
         raise CodecError(f"{stream} entry {epoch}-{last_sequence}", f"holds {len(envelopes)} events")
@@ -191,7 +194,7 @@ def _decode_envelope(where: str, encoded: memoryview) -> _StoredEnvelope:
             return _decoder.decode(encoded)
         except msgspec.ValidationError as error:
             problem, found = str(error), msgspec.msgpack.decode(encoded)
-    except msgspec.DecodeError as error:  # not even msgpack, perhaps only behind what is no event
+    except UNDECODABLE as error:  # not even msgpack, perhaps only behind what is no event
         raise CodecError(where, f"not an event: {error}") from None
     match found:
         case [event_id, previous_digest, time_ns, [str() as tag, *_] as stored]:
@@ -228,6 +231,17 @@ def _unknown_tag(event: list[Any]) -> str | None:
             return tag
         case _:
             return None
+
+
+def is_newer(version: str) -> bool:
+    """Whether that Belayer may write what this one does not know."""
+    return _numbers(version) > _numbers(__version__) or (
+        _numbers(version) == _numbers(__version__) and version != __version__
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def count_of(where: str, body: bytes) -> int:

@@ -128,6 +128,8 @@ class RedisStore:
         while True:
             last = await self.last(stream)
             if last is not None and last.last_sequence > after_sequence:
+                if last.epoch < self._epochs.get((stream, after_sequence), 0):  # a server lost that epoch
+                    del self._epochs[stream, after_sequence]
                 return True
             left_s = deadline - time.monotonic()
             if left_s <= 0:

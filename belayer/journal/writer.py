@@ -8,12 +8,14 @@ After JournalUnavailableError the outcome of that append is unknown; `append` ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from belayer import __version__
 from belayer.errors import (
     ArchivedError,
+    CodecError,
     DamagedJournalError,
     FencedError,
     JournalError,
@@ -126,6 +128,20 @@ async def read_events(store: JournalStore, stream: StreamId) -> AsyncIterator[Re
     while events := await reader.catch_up():
         for event in events:
             yield event
+
+
+async def version_of(store: JournalStore, stream: StreamId, epoch: int) -> str:
+    """The Belayer that writes under the epoch, or nothing. For a message: it reads the whole stream."""
+    sequence = 0
+    while entries := await store.read(stream, sequence, _READ_LIMIT):
+        for entry in entries:
+            if entry.epoch == epoch:
+                with contextlib.suppress(CodecError):
+                    for recorded in decode_entry(stream, epoch, entry.last_sequence, entry.body):
+                        if isinstance(recorded.event, EpochStarted):
+                            return recorded.event.belayer_version
+        sequence = entries[-1].last_sequence
+    return ""
 
 
 class StreamWriter:

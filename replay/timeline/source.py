@@ -10,10 +10,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from belayer import ids
-from belayer.errors import UnknownStreamError
+from belayer.errors import UnknownEventError, UnknownStreamError
 from belayer.ids import StreamId, StreamKind
 from belayer.journal.codec import Entry, Recorded, decode_entry
-from belayer.journal.events import GenerationResumed, GenerationStarted, Sealed, TokensAppended
+from belayer.journal.events import EpochStarted, GenerationResumed, GenerationStarted, Sealed, TokensAppended
 from belayer.journal.export import read_export
 from belayer.journal.sealing import Keyring
 from replay.audit import audit
@@ -65,11 +65,16 @@ def from_entries(entries: list[tuple[StreamId, Entry]], name: str, keyring: Keyr
 
 
 def _events(group: Iterable[tuple[StreamId, Entry]], keyring: Keyring | None, sealed: set[str]) -> list[Recorded]:
-    return [
-        _without_tokens(_opened(recorded, keyring, sealed))
-        for stream, entry in group
-        for recorded in decode_entry(stream, entry.epoch, entry.last_sequence, entry.body)
-    ]
+    found: list[Recorded] = []
+    began: dict[int, str] = {}
+    for stream, entry in group:
+        try:
+            events = decode_entry(stream, entry.epoch, entry.last_sequence, entry.body)
+        except UnknownEventError as error:
+            raise error.by(began.get(entry.epoch, "")) from None
+        began |= {each.epoch: each.event.belayer_version for each in events if isinstance(each.event, EpochStarted)}
+        found += [_without_tokens(_opened(recorded, keyring, sealed)) for recorded in events]
+    return found
 
 
 def _opened(recorded: Recorded, keyring: Keyring | None, sealed: set[str]) -> Recorded:

@@ -253,6 +253,23 @@ async def test_a_newer_writer_stops_an_older_one_that_never_saw_its_events() -> 
     assert history[0].event == events.EpochStarted(1, "old", __version__)
 
 
+DEEP = b"\x91" * 5000
+"""Arrays in arrays, far more than msgspec follows."""
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b"\x92" + msgspec.msgpack.encode("x") + DEEP, b"\x98" + msgspec.msgpack.encode("tokens-appended") + DEEP, DEEP],
+)
+def test_what_is_nested_too_deep_is_no_event(event: bytes) -> None:
+    """RecursionError: whoever wrote such bytes ended every reader, the audit too."""
+    head = b"\x91\x94" + msgspec.msgpack.encode(EVENT_ID) + msgspec.msgpack.encode(GENESIS) + b"\x01"
+    for body in (head + event + b"\xc0", DEEP + b"\xc0"):
+        with pytest.raises(CodecError, match="not an e"):
+            decode_entry(T, 1, 1, body)
+        assert [finding.check for finding in audit([(T, Entry(1, 1, 1, body))]).findings] == ["encoding"]
+
+
 @pytest.mark.parametrize("body", [b"", b"\x90", b"\xdc", b"\xdd\x00", b"\xc0", b"hello"])
 def test_what_is_no_entry_has_no_count(body: bytes) -> None:
     with pytest.raises(CodecError, match="here"):

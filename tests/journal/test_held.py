@@ -15,7 +15,7 @@ from belayer.journal import held, restoring
 from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import TrajectoryFinished
 from belayer.journal.store import JournalStore
-from belayer.journal.writer import take_over
+from belayer.journal.writer import Reader, take_over
 from tests.journal.faults import T, generation, lose_the_last_entry, opened, stored, two_stores, written
 from tests.waiting import DEADLINE_S, until
 
@@ -260,5 +260,21 @@ async def test_a_stream_that_begins_anew_after_a_removal_is_stored_again(server:
     await lose_the_last_entry(server, 2)
     assert await writer.append(generation(9)) == 5
     assert (await stored(store))[:4] == before
+    await store.close()
+    await other.close()
+
+
+async def test_a_reader_of_what_was_lost_is_told_when_an_older_epoch_goes_on(server: EmbeddedServer) -> None:
+    """It read nothing more, although the stream grew, and asked again without a pause."""
+    store, other = await opened(server.url), await opened(server.url, held_bytes=0)
+    old = await written(store)
+    await take_over(other, T, "b")
+    reader = Reader(other, T)
+    assert len(await reader.catch_up()) == 5
+    await lose_the_last_entry(server)
+    assert [await old.append(generation(number)) for number in (7, 8)] == [5, 6]
+    assert await reader.wait(5.0)
+    with pytest.raises(DamagedJournalError, match="epoch fell to 1"):
+        await reader.catch_up()
     await store.close()
     await other.close()

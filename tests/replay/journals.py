@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from belayer import ids
+from belayer import __version__, ids
 from belayer.ids import StreamId
 from belayer.journal.codec import GENESIS, Entry, encode_entry
 from belayer.journal.columns import pack_logprobs, pack_token_ids
@@ -84,7 +84,7 @@ class Story:
 
     def take_over(self, stream: StreamId, writer: str) -> None:
         epochs = [e for _, group in self.streams.get(stream, []) for e in group if isinstance(e, EpochStarted)]
-        self.write(stream, EpochStarted(len(epochs) + 1, writer))
+        self.write(stream, EpochStarted(len(epochs) + 1, writer, __version__))
 
     def flat(self, stream: StreamId) -> list[AnyEvent]:
         return [event for _, events in self.streams[stream] for event in events]

@@ -81,6 +81,14 @@ def raise_epoch(entries: list[Entry], at: int) -> None:
     entries[at] = Entry(entry.epoch + 2, entry.last_sequence, entry.count, entry.body)
 
 
+def flip_in_the_tag(entries: list[Entry], at: int) -> None:
+    """It looks like an event of a newer version; but its writer is of this one."""
+    entry = entries[at]
+    body = entry.body.replace(b"generation-", b"generatioo-", 1).replace(b"tokens-", b"tokenr-", 1)
+    assert body != entry.body
+    entries[at] = Entry(entry.epoch, entry.last_sequence, entry.count, body)
+
+
 def overwrite(entries: list[Entry], at: int) -> None:
     entry = entries[at]
     entries[at] = Entry(entry.epoch, entry.last_sequence, entry.count, b"\xc1" * len(entry.body))
@@ -113,6 +121,8 @@ def overwrite(entries: list[Entry], at: int) -> None:
         (raise_epoch, BOX, CheckpointPublished, 0, Check.EPOCH),
         (overwrite, T, TokensAppended, 4, Check.ENCODING),
         (overwrite, BOX, CheckpointStarted, 0, Check.ENCODING),
+        (flip_in_the_tag, T, TokensAppended, 4, Check.ENCODING),
+        (flip_in_the_tag, T, GenerationFinished, 1, Check.ENCODING),
     ],
 )
 def test_storage(
