@@ -34,6 +34,7 @@ from belayer.sandbox.limits import LIMITS
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
 from tests.actors.model import CrashError, ModelHost
 from tests.actors.test_checkpointer import SlowHost, captures, one_action
+from tests.waiting import within
 
 NOTICE = Notice(ids.trajectory("t"), "action-committed", "")
 
@@ -83,10 +84,10 @@ async def test_a_slow_capture_is_left_to_whoever_does_it() -> None:
     await one_action(store, host)
     checkpointer = Checkpointer(store, host, "host", "one", patience_s=0.0)
     first = asyncio.create_task(checkpointer.handle(NOTICE))
-    await asyncio.wait_for(host.begun.wait(), 10)
-    await asyncio.wait_for(checkpointer.handle(NOTICE), 10)  # takes no slot until the first is done
+    await within(host.begun.wait())
+    await within(checkpointer.handle(NOTICE))  # takes no slot until the first is done
     host.may_end.set()
-    await asyncio.wait_for(first, 10)
+    await within(first)
     assert await captures(store) == [CheckpointStarted, CheckpointPublished]
 
 
@@ -94,10 +95,10 @@ async def test_captures_on_another_host_are_not_waited_for() -> None:
     store, host = MemoryStore(), SlowHost()
     await one_action(store, host)
     there = asyncio.create_task(Checkpointer(store, host, "host", "one", 1000.0).handle(NOTICE))
-    await asyncio.wait_for(host.begun.wait(), 10)
-    await asyncio.wait_for(Checkpointer(store, host, "elsewhere", "two", 1000.0).handle(NOTICE), 10)
+    await within(host.begun.wait())
+    await within(Checkpointer(store, host, "elsewhere", "two", 1000.0).handle(NOTICE))
     host.may_end.set()
-    await asyncio.wait_for(there, 10)
+    await within(there)
 
 
 class DeadlyRestores(ModelHost):
@@ -169,7 +170,7 @@ async def test_a_daemon_that_is_down_costs_no_checkpoint() -> None:
     recovery = SandboxRecovery(store, host, "host", "actors/x", patience_s=1000.0)
     for _ in range(Unfit.down):
         with pytest.raises(HostUnfitError):
-            await asyncio.wait_for(recovery.recover("t"), 10)  # what we have left for later is not waited for
+            await within(recovery.recover("t"))  # what we have left for later is not waited for
     await recovery.recover("t")
     state = await look(store, "t")
     assert state.phase == "live" and list(state.published) == list(box.published)
@@ -205,7 +206,7 @@ async def test_what_fails_is_tried_again_after_longer_and_longer_rests() -> None
     running = asyncio.create_task(run_actor(store, actor, "host", "host-1-ab"))
     writer, _ = await take_over(store, ids.trajectory("t"), "a")
     await writer.append(TrajectoryStarted("run", "task", b""))
-    await asyncio.wait_for(actor.done.wait(), 30)
+    await within(actor.done.wait())
     running.cancel()
     await asyncio.wait([running])
 
@@ -230,9 +231,9 @@ async def test_engines_that_are_waited_for_do_not_keep_sandboxes_waiting() -> No
         writer, _ = await take_over(store, ids.worker(f"w{number}"), "a")
         await writer.append(FailureDetected("x", "died", "", "a"))
     for _ in range(16):
-        await asyncio.wait_for(waiting.acquire(), 30)
+        await within(waiting.acquire())
     writer, _ = await take_over(store, ids.sandbox("t"), "a")
     await writer.append(FailureDetected("x", "died", "", "a"))
-    await asyncio.wait_for(recovered.wait(), 30)
+    await within(recovered.wait())
     running.cancel()
     await asyncio.wait([running])

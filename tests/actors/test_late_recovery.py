@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from belayer import ids
@@ -19,6 +18,7 @@ from belayer.journal.writer import Reader, take_over
 from belayer.projections import trajectory
 from belayer.sandbox.protocol import Action
 from tests.actors.model import ModelHost
+from tests.waiting import within
 
 
 class Interrupted(MemoryStore):
@@ -92,5 +92,5 @@ async def test_a_trajectory_that_is_called_recovering_beside_a_live_container_go
     await act(store, host, "do two")
     writer, _ = await take_over(store, ids.trajectory("t"), "late")
     await writer.append(RecoveryStarted(failed, "restore", "late"))
-    await asyncio.wait_for(recovery.recover("t"), 10)
+    await within(recovery.recover("t"))
     assert await agrees(store, host)

@@ -288,7 +288,7 @@ async def test_a_worker_for_which_no_main_can_be_started_is_excluded(tmp_path: P
     await engines.kill(process_of(first))
     await report_engine_failure(store, "w", first.registered.incarnation, "died", "killed", "test")
     for _ in range(2 * START_TRIES):  # one of them for each notice
-        await asyncio.wait_for(recover(recovery), 10)
+        await within(recover(recovery))
     state = await look(store, "w")
     assert engines.starts == START_TRIES
     assert "no main could be started, 3 times in a row" in state.excluded and "no memory" in state.excluded
@@ -302,14 +302,14 @@ async def test_a_shadow_that_is_armed_for_a_worker_that_is_gone_is_ended(tmp_pat
     main = (await recovery.start("w", "run")).main
     engines.may_go_on.clear()
     arming = asyncio.create_task(recover(recovery))
-    await asyncio.wait_for(engines.arming.wait(), 30)
+    await within(engines.arming.wait())
     writer, _ = await take_over(store, ids.worker("w"), "reaper")
     if excluded:
         await writer.append(FailureDetected(main, "gpu", "XID 79", "detector"))
     else:
         await writer.append(WorkerRemoved(main, "run run is over"))
     engines.may_go_on.set()
-    await asyncio.wait_for(arming, 30)
+    await within(arming)
     try:
         assert list((await look(store, "w")).engines) == [main]
         assert sum(child.poll() is None for child in engines._children) <= 1, "the main, which is the reaper's"
@@ -340,7 +340,7 @@ async def test_what_a_recovery_left_for_later_it_does_not_wait_for(engines: Reco
         await report_engine_failure(store, "w", main.registered.incarnation, "died", "killed", "test")
         with pytest.raises(JournalUnavailableError):
             await recover(recovery)
-        await asyncio.wait_for(recover(recovery), 30)
+        await within(recover(recovery))
         state = await look(store, "w")
         assert state.handovers == 1 and state.serving is not None
     finally:
@@ -383,7 +383,7 @@ async def test_an_engine_whose_starter_died_before_the_journal_knew_it_is_ended(
     actor = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", script, str(tmp_path), str(os.getpid())), stdout=asyncio.subprocess.PIPE
     )
-    said, _ = await asyncio.wait_for(actor.communicate(), 60)
+    said, _ = await within(actor.communicate())
     pids = [int(line) for line in said.split()]
     other = EngineProcess("w2-e1", host_name(), pids[2], start_ticks(pids[2]), "")
     try:

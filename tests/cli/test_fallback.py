@@ -20,10 +20,9 @@ from belayer.sandbox.home import default_home
 from tests.actors.test_real import SPEC, published, replaced, turn
 from tests.cli.command import COMMAND, ROOT, environment
 from tests.cli.test_restore import START
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.sandbox
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def actors(redis_url: str, namespace: str, folder: Path, *more: str) -> Iterator
             yield
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(PATIENCE_S)
+            process.wait(DEADLINE_S)
 
 
 async def test_the_trajectory_goes_on_with_the_files_and_says_what_is_gone(
@@ -60,10 +59,10 @@ async def test_the_trajectory_goes_on_with_the_files_and_says_what_is_gone(
         assert box.container is not None
         async with await host.attach(incarnation_of(box.container)) as sandbox:
             await turn(t, sandbox, START)
-        await until(lambda: published(store, name, 1), PATIENCE_S, "a checkpoint of boundary 1")
+        await until(lambda: published(store, name, 1), what="a checkpoint of boundary 1")
         os.kill(box.container.pid, signal.SIGKILL)
-        await until(lambda: replaced(store, name, box.incarnation), PATIENCE_S, "another container")
-        await until(lambda: lacks(store, name), PATIENCE_S, "a resumption that says what is gone")
+        await until(lambda: replaced(store, name, box.incarnation), what="another container")
+        await until(lambda: lacks(store, name), what="a resumption that says what is gone")
         t = await Trajectory.open(store, name)
         assert t.state.boundary.number == 1
         assert [one.what.split()[0] for one in t.state.left_out] == ["python3", "sleep"]
@@ -73,11 +72,11 @@ async def test_the_trajectory_goes_on_with_the_files_and_says_what_is_gone(
         async with await host.attach(incarnation_of(again)) as sandbox:
             assert await turn(t, sandbox, "cat file; pgrep -c sleep || true") == "kept\n0\n"
         # Nothing stands in the way any more: this one is whole.
-        await until(lambda: published(store, name, 2), PATIENCE_S, "a checkpoint of boundary 2")
+        await until(lambda: published(store, name, 2), what="a checkpoint of boundary 2")
         made = (await look(store, name)).published.values()
         assert {one.boundary: bool(one.left_out) for one in made} == {1: True, 2: False}
         await t.close()
 
 
 async def lacks(store: RedisStore, name: str) -> bool:
-    return bool((await wait_resumed(store, name, PATIENCE_S)).left_out)
+    return bool((await wait_resumed(store, name, DEADLINE_S)).left_out)

@@ -18,7 +18,7 @@ from belayer.journal.events import GenerationStarted
 from belayer.journal.redis_store import RedisStore
 from tests.journal.faults import generation, opened, paused, two_stores, written
 from tests.journal.topologies import Cluster
-from tests.waiting import until
+from tests.waiting import until, within
 
 SIZE = 10_000
 
@@ -44,7 +44,7 @@ async def test_closing_a_store_ends_those_who_wait_for_room(tmp_path: Path) -> N
             await until(lambda: store.waiting_bytes > 2 * SIZE, what="no room")
             began = time.monotonic()
             await store.close()
-            outcomes = await asyncio.wait_for(asyncio.gather(*appends, return_exceptions=True), 30.0)
+            outcomes = await within(asyncio.gather(*appends, return_exceptions=True))
             assert time.monotonic() - began < 30.0
         assert [type(outcome) for outcome in outcomes] == [JournalUnavailableError] * 5
         assert all("the store is closed" in str(outcome) for outcome in outcomes)
@@ -59,7 +59,7 @@ async def test_appends_that_were_cancelled_make_room(tmp_path: Path) -> None:
         waiting = submitted(store, 1)
         loop = asyncio.get_running_loop()
         loop.call_soon(cancelled.cancel)
-        await asyncio.wait_for(waiting, 20.0)
+        await within(waiting)
         await store.close()
 
 
