@@ -24,8 +24,10 @@ def figures(folder: Path) -> dict[str, Any]:
         return {"missing": ["handover.json: see run.log"]}
     results = json.loads((folder / "handover.json").read_text())
     stages = results.pop("stages")
+    kinds: dict[str, dict[str, Any]] = results.get("by_kind", {})
     missing = [f"{name}: {stage['error'][-300:]}" for name, stage in stages.items() if "error" in stage]
     missing += [f"{kill['kind']}: {kill['error'][-300:]}" for kill in stages.get("kills", {}).get("failed_kills", [])]
+    missing += [f"{name}: no stream was left to resume" for name, kind in kinds.items() if not kind["kills_made"]]
     if "by_kind" not in results:
         missing.append("the end: it was interrupted")
     found = {name: value for name, value in results.items() if value not in (None, {}) and name != "options"}

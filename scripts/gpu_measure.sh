@@ -67,7 +67,7 @@ for shape in "${shapes[@]}"; do
   many=64x2048 loads=(1x2048 1x8192 16x2048 16x8192 64x2048 64x8192)
   case $shape in
     32b) loads=(1x2048 1x8192 16x2048 16x8192 64x2048) start_s=100 kill_s=15 ;; # 64 of 8k would take 137 GB
-    tiny) many=4x64 loads=(1x64 4x64) tokens=300 start_s=60 kill_s=30 wave=2 ;;
+    tiny) many=4x64 loads=(1x64 4x64) tokens=1200 start_s=60 kill_s=30 wave=2 ;;
   esac
   [ $quick = no ] || loads=("$many")
   for load in "${loads[@]}"; do

@@ -56,6 +56,7 @@ KILL = {"kind": "late 1x8", "error": "TimeoutError: "}
         (WHOLE, None),
         (WHOLE | {"stages": {"plain": {"error": "RuntimeError: no room"}}}, "plain: RuntimeError: no room"),
         (WHOLE | {"stages": {"kills": {"failed_kills": [KILL]}}}, "late 1x8: TimeoutError: "),
+        (WHOLE | {"by_kind": {"late 1x8": {"kills_made": None}}}, "late 1x8: no stream was left to resume"),
         ({"stages": {}}, "the end: it was interrupted"),
         (None, "handover.json: see run.log"),
     ],
