@@ -57,12 +57,16 @@ def list_segments(archive: ArchiveUrl = None, namespace: Namespace = "default", 
         _print_json(found)
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("segment", "written", "size", "of", "streams", "events")
+    if not found:
+        sys.stdout.write("There are no segments in this archive.\n")
+        return
+    from replay.rows import Rows
+
+    table = Rows("segment", "written", ">size", ">of", ">streams", ">events")
     for row in found:
         size, raw = _megabytes(row.size_bytes), _megabytes(row.raw_bytes)
-        table.add_row(row.segment, row.created, size, raw, str(row.streams), str(row.events))
+        table.add(row.segment, row.created, size, raw, str(row.streams), str(row.events))
     Console().print(table)
 
 

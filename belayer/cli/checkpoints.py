@@ -131,20 +131,20 @@ async def _why(store: JournalStore, trajectory: str, checkpoint: str) -> str:
 
 def _print(found: dict[str, Any], verified: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    from replay.rows import Rows
+
     console = Console()
-    table = Table(title="Checkpoints on this host")
-    for heading in ("checkpoint", "action", "age", "processes", "size", "alone", "why it is kept"):
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("size", "alone") else "left")
+    columns = ("checkpoint", ">action", ">age", "processes", ">size", ">alone", "~why it is kept")
+    table = Rows(*columns, title="Checkpoints on this host")
     for row in found["checkpoints"]:
         remark = Text(f"damaged: {row['damage']}", "bold red") if row["damage"] else Text(row["why"])
         if row["left_out"]:
             remark.append(f"\nfiles alone, without {', '.join(one['what'] for one in row['left_out'])}", "yellow")
         if row["not_captured"]:
             remark.append(f"\nwithout the contents of {', '.join(row['not_captured'])}", "yellow")
-        table.add_row(
+        table.add(
             row["checkpoint"],
             "?" if row["action"] is None else str(row["action"]),
             f"{row['age_s']:.0f} s",

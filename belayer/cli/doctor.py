@@ -48,15 +48,14 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 
 def _print_table(findings: list[Finding]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="What this machine can do")
-    for heading in ("", "", "found", "what to do"):
-        table.add_column(heading, overflow="fold")
+    from replay.rows import Rows
+
+    table = Rows("what", "is there", "~found", "~what to do", title="What this machine can do")
     for finding in findings:
         mark = Text("yes", "green") if finding.ok else Text("no", "bold red" if finding.needed else "yellow")
-        table.add_row(finding.name, mark, Text(finding.detail), Text(finding.remedy))
+        table.add(finding.name, mark, finding.detail, finding.remedy)
     console = Console()
     console.print(table)
     missing = ", ".join(finding.name for finding in findings if finding.needed and not finding.ok)

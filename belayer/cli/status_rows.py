@@ -6,7 +6,7 @@ Streams are read on from where the last look ended. Folds carry no tokens here, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -106,6 +106,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     losses: list[LossRow] = []
     """Oldest first."""
     unreadable: list[UnreadableRow] = []
+    others: int = 0
+    """Trajectories that were not asked for."""
 
 
 class _Watched(Generic[S]):
@@ -142,10 +144,11 @@ def _without_tokens(recorded: Recorded) -> Recorded:
 
 
 class Board:
-    """All streams of a journal, watched."""
+    """All streams of a journal, watched. `run`, `states`: which trajectories are told of; all when not given."""
 
-    def __init__(self, store: JournalStore) -> None:
+    def __init__(self, store: JournalStore, run: str | None = None, states: Sequence[str] = ()) -> None:
         self._store = store
+        self._only_run, self._states = run, states
         self._trajectories: dict[str, _Watched[trajectory.TrajectoryState]] = {}
         self._sandboxes: dict[str, _Watched[sandbox.SandboxState]] = {}
         self._workers: dict[str, _Watched[worker.WorkerState]] = {}
@@ -155,18 +158,20 @@ class Board:
     async def look(self, now_ns: int) -> Snapshot:
         """The journal as it is now; ages are counted from `now_ns`."""
         await self._catch_up()
+        there = [(name, watched) for name, watched in self._trajectories.items() if not watched.archived]
+        wanted = [(name, watched) for name, watched in there if self._wanted(watched.state)]
         return Snapshot(
             runs=[_run_row(watched, now_ns) for watched in self._runs.values()],
-            trajectories=[
-                _trajectory_row(watched, self._sandboxes.get(name), now_ns)
-                for name, watched in self._trajectories.items()
-                if not watched.archived
-            ],
+            trajectories=[_trajectory_row(watched, self._sandboxes.get(name), now_ns) for name, watched in wanted],
             engines=[row for watched in self._workers.values() for row in _engine_rows(watched, now_ns)],
             archived=sum(watched.archived for watched in self._trajectories.values()),
             losses=[_loss_row(loss, now_ns) for loss in await self._store.losses()],
             unreadable=[UnreadableRow(str(stream), self._unreadable[stream]) for stream in sorted(self._unreadable)],
+            others=len(there) - len(wanted),
         )
+
+    def _wanted(self, state: trajectory.TrajectoryState) -> bool:
+        return self._only_run in (None, state.run) and (not self._states or state.phase in self._states)
 
     async def _catch_up(self) -> None:
         limit = asyncio.Semaphore(_AT_ONCE)

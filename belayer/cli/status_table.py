@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 from rich.console import Group
 from rich.text import Text
 
@@ -28,16 +31,22 @@ _STYLES = {
 _LOSSES_SHOWN = 10
 
 
-def tables(snapshot: Snapshot) -> Group:
-    """Runs, trajectories and engines, each a table; what there is none of is left out. At the end what was lost."""
+_URGENT = ("recovering", "aborted", "open", "empty", "finished")
+"""The order of trajectories: what needs a look first."""
+
+
+def tables(snapshot: Snapshot, limit: int = 0) -> Group:
+    """Runs, trajectories (at most `limit`; 0: all) and engines, each a table; what there is none of is left out. At the
+    end what was lost."""
     parts = [
         *([_runs(snapshot.runs)] if snapshot.runs else []),
-        *([_trajectories(snapshot.trajectories)] if snapshot.trajectories else []),
+        *(_trajectories(snapshot.trajectories, limit) if snapshot.trajectories else []),
         *([_engines(snapshot.engines)] if snapshot.engines else []),
         *([Text(f"{snapshot.archived} more trajectories are archived.", "dim")] if snapshot.archived else []),
     ]
     unreadable = [Text(f"Cannot be read: {row.problem}.", "bold red") for row in snapshot.unreadable]
-    return Group(*(parts or [Text("The journal is empty.", "dim")]), *unreadable, *_losses(snapshot.losses))
+    nothing = "There is nothing here that was asked for." if snapshot.others else "The journal is empty."
+    return Group(*(parts or [Text(nothing, "dim")]), *unreadable, *_losses(snapshot.losses))
 
 
 def _losses(rows: list[LossRow]) -> list[Text]:
@@ -78,9 +87,30 @@ def _runs(rows: list[RunRow]) -> Rows:
     return table
 
 
-def _trajectories(rows: list[TrajectoryRow]) -> Rows:
+def _trajectories(found: list[TrajectoryRow], limit: int) -> list[Rows | Text]:
+    rows = sorted(found, key=lambda row: (_URGENT.index(row.state), _natural(row.trajectory)))
+    left_out = rows[limit:] if limit else []
+    rows = rows[: len(rows) - len(left_out)]
+    told: list[Rows | Text] = [_trajectory_table(rows, f"Trajectories: {_counts(found)}")]
+    if left_out:
+        more = f"{_counts(left_out)} more are not shown; --limit 0 shows all, --state and --run choose"
+        told.append(Text(f"{more}.", "dim"))
+    return told
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """`t-9` before `t-10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name) if part]
+
+
+def _counts(rows: list[TrajectoryRow]) -> str:
+    count = Counter(row.state for row in rows)
+    return ", ".join(f"{count[state]:,} {state}" for state in _URGENT if count[state])
+
+
+def _trajectory_table(rows: list[TrajectoryRow], title: str) -> Rows:
     columns = ("trajectory", "state", ">epoch", ">last event", "at", ">rewinds", "~checkpoint", "~sandbox")
-    table = Rows(*columns, title="Trajectories")
+    table = Rows(*columns, title=title)
     for row in rows:
         there = row.sandbox_state not in ("none", "removed")
         checkpoint = f"boundary {row.checkpoint_boundary}" if row.checkpoint else "initial state" if there else ""

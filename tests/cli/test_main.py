@@ -12,9 +12,10 @@ import pytest
 
 from belayer import __version__
 from belayer.cli.main import run
+from belayer.cli.settings import SETTINGS
 from belayer.cli.verbs import VERBS, load
 from belayer.exits import INTERRUPTED, READER_GONE
-from tests.cli.command import COMMAND, assert_one_line_error, belayer, environment
+from tests.cli.command import COMMAND, ROOT, assert_one_line_error, belayer, environment
 from tests.waiting import DEADLINE_S
 
 
@@ -129,6 +130,12 @@ def test_every_verb_shows_examples_and_speaks_json(verb: str, capsys: pytest.Cap
     for each in commands:
         speaks = any("--json" in parameter.opts for parameter in each.params)
         assert speaks is not (verb in WITHOUT_JSON), each.name
+
+
+def test_the_page_on_the_command_line_has_every_verb_and_setting() -> None:
+    told = (ROOT / "docs" / "cli.md").read_text()
+    assert [verb for verb in VERBS if f"`{verb}" not in told] == []
+    assert [key for key, one in SETTINGS.items() if f"| `{key}` | `{one.variable}` |" not in told] == []
 
 
 @pytest.mark.parametrize(
