@@ -75,8 +75,9 @@ def test_actors_say_which_engine_option_is_missing(arguments: tuple[str, ...], s
 
 
 async def test_published_weights_are_in_the_journal_once(redis_url: str, namespace: str) -> None:
-    at = ("--url", redis_url, "--namespace", namespace, "--json")
-    unknown = await asyncio.to_thread(belayer, "publish", "run", "7", *at)
+    where = ("--url", redis_url, "--namespace", namespace)
+    at = (*where, "--json")
+    unknown = await asyncio.to_thread(belayer, "publish", "run", "7", *where)
     assert_one_line_error(unknown, "no worker belongs to run run")
     store = await open_store(redis_url, namespace=namespace)
     try:
