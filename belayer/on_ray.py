@@ -51,7 +51,7 @@ class Service:
 
     arguments: tuple[str, ...]
     each: Literal["node", "gpu"] = "node"
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    environment: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)  # a password may be in it
 
 
 class Running(NamedTuple):
@@ -82,6 +82,8 @@ class Placement:
         self._ready_s = ready_s
         self._keepers: dict[str, Any] = {}
         self._running: list[Running] = []
+        self._most_commands = 0
+        """On one node: a keeper starts and stops them one after another."""
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._keep, name="belayer-on-ray", daemon=True)
 
@@ -105,7 +107,7 @@ class Placement:
         self._closed.set()
         if self._watch.is_alive():
             self._watch.join()
-        self._ask("stop", self._keepers, STOP_S * (len(self._services) + 1))
+        self._ask("stop", self._keepers, STOP_S * (self._most_commands + 1))
         for keeper in self._keepers.values():
             ray.kill(keeper)
         self._keepers.clear()
@@ -124,14 +126,21 @@ class Placement:
         new: dict[str, Any] = {}
         for name in nodes.keys() - self._keepers.keys():
             commands = [c for service in self._services for c in _commands(service, nodes[name])]
+            self._most_commands = max(self._most_commands, len(commands))
             here = NodeAffinitySchedulingStrategy(name, soft=False)
             new[name] = ray.remote(_Keeper).options(num_cpus=0, scheduling_strategy=here).remote(commands)
         self._keepers |= new
-        started = self._ask("start", new, self._ready_s * len(self._services) * 2, self._ready_s)
-        return [problem for problems in started for problem in problems]
+        started = self._ask("start", new, self._ready_s * (self._most_commands + 1), self._ready_s)
+        silent = [nodes[name]["NodeManagerHostname"] for name in new.keys() - self._keepers.keys()]
+        return [
+            *(problem for problems in started for problem in problems),
+            *(f"the keeper on {host} has ended or does not answer" for host in silent),
+        ]
 
     def _look(self) -> None:
-        self._running = [r for seen in self._ask("look", self._keepers, self._ready_s * 2) for r in seen]
+        self._running = [
+            r for seen in self._ask("look", self._keepers, self._ready_s * (self._most_commands + 1)) for r in seen
+        ]
 
     def _ask(self, method: str, keepers: Mapping[str, Any], timeout_s: float, *arguments: object) -> list[Any]:
         """The keepers' answers. One that is dead or does not answer is forgotten, so that its node gets another."""

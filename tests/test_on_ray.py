@@ -88,3 +88,15 @@ async def test_a_service_that_does_not_come_up_is_named_and_nothing_is_left(
     assert all("--url nonsense://here" in problem and "status 2" in problem for problem in failed.value.problems)
     with place([]) as placed:
         assert placed.running() == []
+
+
+async def test_a_keeper_that_cannot_work_is_named(cluster: Any) -> None:
+    """Its node had no services, and `place` returned as if all were well."""
+    nobody = Service(("actors",), environment={"NUL": "\0"})  # no process takes that
+    with pytest.raises(PlacementError, match="the keeper") as failed:
+        place([nobody])
+    assert len(failed.value.problems) == 2
+
+
+def test_a_service_does_not_show_its_environment() -> None:
+    assert "geheim" not in repr(Service(("actors",), environment={"BELAYER_JOURNAL_URL": "redis://u:geheim@h"}))

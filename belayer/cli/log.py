@@ -24,7 +24,10 @@ def configure_log(least: int = logging.INFO) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([] if terminal else [structlog.processors.format_exc_info]),
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(default=str),
+            # rich would show variables, and with them passwords and keys
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+            if terminal
+            else structlog.processors.JSONRenderer(default=str),
         ],
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

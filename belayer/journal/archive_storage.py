@@ -117,7 +117,7 @@ class LocalStorage:
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(self._folder / name)
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ class LocalStorage:
             above = above.parent
         self._folder.mkdir(parents=True, exist_ok=True)
         for folder in (*self._folder.parents,):
-            _sync_folder(folder)
+            sync_folder(folder)
             if folder == above:
                 break
 
@@ -223,7 +223,8 @@ class ObjectStorage:
             raise ArchiveError(self.shown, f"cannot {what}: {said}") from None
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """What was renamed within the folder is on the disk."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)

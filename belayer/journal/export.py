@@ -23,6 +23,7 @@ import msgspec
 
 from belayer.errors import CodecError, InputError
 from belayer.ids import StreamId
+from belayer.journal.archive_storage import sync_folder
 from belayer.journal.codec import Entry, count_of
 from belayer.journal.store import JournalStore
 from belayer.journal.writer import check_archived
@@ -47,7 +48,7 @@ class ExportWriter:
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
-        self._partial = self._path.with_name(self._path.name + ".partial")
+        self._partial = self._path.with_name(f"{self._path.name}.{os.urandom(4).hex()}.partial")
         self._entries = 0
         self._file: BinaryIO
 
@@ -79,6 +80,7 @@ class ExportWriter:
                     os.fsync(self._file.fileno())
             if error is None:
                 self._partial.replace(self._path)
+                sync_folder(self._path.parent)
         finally:
             self._partial.unlink(missing_ok=True)
 

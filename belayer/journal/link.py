@@ -181,7 +181,8 @@ class Link:
         replies = await self.exchange([pack(command) for command in commands], len(commands), timeout_s)
         for reply in replies:
             if isinstance(reply, hiredis.ReplyError):
-                said = hiredis.ReplyError(str(reply).replace(address.password or "\0", "***"))
+                text = str(reply).partition(", with args beginning with")[0]  # an unknown command's, perhaps cut short
+                said = hiredis.ReplyError(text.replace(address.password or "\0", "***"))
                 if is_transient(said):
                     raise LinkLostError(str(said))
                 raise refused_command(address.shown, said)

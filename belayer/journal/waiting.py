@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
-from belayer.errors import JournalUnavailableError
+from belayer.errors import JournalError, JournalUnavailableError
 from belayer.journal.link import Link, LinkLostError, Reply, pack
 from belayer.journal.server import REPLY_S, Server
 
@@ -59,7 +59,7 @@ class Waiting:
                     if link is None or link.is_lost:
                         link = await self._server.open_link()
                     await self._block(link)
-                except LinkLostError:
+                except (LinkLostError, JournalError):  # whoever waits asks again, and is told then
                     await asyncio.sleep(_PAUSE_S)
                     for key in list(self._waits):
                         self._end(key)

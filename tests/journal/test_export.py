@@ -8,7 +8,7 @@ import pytest
 
 from belayer import ids
 from belayer.errors import CodecError, InputError
-from belayer.journal.export import export_streams, read_export
+from belayer.journal.export import ExportWriter, export_streams, read_export
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.store import JournalStore
 from tests.journal.faults import command, generation, written
@@ -97,3 +97,19 @@ def test_a_missing_file_and_a_place_that_cannot_be_written(tmp_path: Path) -> No
 async def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="choose another place"):
         await export_streams(MemoryStore(), [], tmp_path / "no" / "j")
+
+
+async def test_two_exports_to_one_place_at_once_leave_one_of_them(tmp_path: Path) -> None:
+    """They wrote into the same file beside it: the first one left a mixture, and the second one failed."""
+    store = MemoryStore()
+    await written(store, STREAMS[0], 3)
+    (first, *rest) = await store.read(STREAMS[0])
+    with ExportWriter(tmp_path / "j") as one:
+        one.add(STREAMS[0], first)
+        with ExportWriter(tmp_path / "j") as other:
+            other.add(STREAMS[0], first)
+            for entry in rest:
+                other.add(STREAMS[0], entry)
+        assert len(list(read_export(tmp_path / "j"))) == 4
+    assert list(read_export(tmp_path / "j")) == [(STREAMS[0], first)]
+    assert [path.name for path in tmp_path.iterdir()] == ["j"]
