@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -24,14 +25,12 @@ except ValueError:
 def test_a_traceback_on_a_terminal_does_not_show_variables() -> None:
     """rich shows them, and some have passwords and keys."""
     ours, theirs = os.openpty()
-    with open(ours, "rb", buffering=0) as terminal:
-        subprocess.run([sys.executable, "-c", PROGRAM], stderr=theirs, check=True)
-        os.close(theirs)
-        said = b""
+    subprocess.run([sys.executable, "-c", PROGRAM], stderr=theirs, check=True)
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # EIO at the end: nobody has the other side any more
         while True:
-            try:
-                said += terminal.read(1 << 16)
-            except OSError:  # EIO: nobody has the other end any more
-                break
+            said += os.read(ours, 1 << 16)
+    os.close(ours)
     assert b"unforeseen" in said and b"log_in" in said
-    assert b"user" not in said.replace(b'("AUTH", "user", "geheim")', b"")
+    assert b"geheim" not in said

@@ -140,20 +140,26 @@ async def test_every_error_of_the_journal(tmp_path: Path, caplog: pytest.LogCapt
     assert SECRET not in f"{logs} {caplog.text}"
 
 
-async def test_a_server_that_repeats_the_login_in_its_error() -> None:
-    """What stands between us and Redis may say anything."""
+@pytest.mark.parametrize(
+    "answered", ["ERR unknown command 'AUTH', with args beginning with: 'u' '{}'", "ERR no such user: u {}"]
+)
+@pytest.mark.parametrize("length", [0, 200])
+async def test_a_server_that_repeats_the_login_in_its_error(answered: str, length: int) -> None:
+    """What stands between us and Redis may say anything; Redis itself cuts the words of an unknown command short."""
+    password = PASSWORD + "x" * length
+    shown = password[:100] if "args" in answered else password
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1000)
-        writer.write(f"-ERR unknown command 'AUTH', with args beginning with: 'u' '{PASSWORD}'\r\n".encode() * 3)
+        writer.write(f"-{answered.format(shown)}\r\n".encode() * 3)
         await writer.drain()
 
     proxy = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = proxy.sockets[0].getsockname()[1]
-    address = parse_address(f"redis://u:{quote(PASSWORD, safe='')}@127.0.0.1:{port}")
+    address = parse_address(f"redis://u:{quote(password, safe='')}@127.0.0.1:{port}")
     with pytest.raises(BelayerError) as caught:
         await Link.open(address, "belayer", 5.0)
-    assert SECRET not in told(caught.value) and "***" in str(caught.value)
+    assert SECRET not in told(caught.value)
     proxy.close()
 
 
