@@ -95,8 +95,11 @@ async def _kill(
         os.kill(scheduler, 9)
     try:
         await dying.wait()
+        promotion = _promote_beside(bench, shadow) if kill.mode.zombie else host.promote(shadow)
+        promoting = asyncio.create_task(promotion)
+        await asyncio.sleep(0)  # the memory server is asked first: what the streams do keeps this thread busy
         run.change(new)
-        await (_promote_beside(bench, shadow) if kill.mode.zombie else host.promote(shadow))
+        await promoting
         promoted_s = time.monotonic()
         await running
         rounds = int(trigger.with_suffix(".rounds").read_text()) if kill.mode.zombie else 0

@@ -32,15 +32,20 @@ class MemoryClient:
         cls, path: str | os.PathLike[str], incarnation: str, role: wire.Role, timeout_s: float = 30.0
     ) -> tuple[MemoryClient, wire.Registered]:
         """Connect and say who this is; the server's weights and arena come back."""
+        client = cls.open(path, timeout_s)
+        registered, _ = client.ask(wire.Register(incarnation, role), wire.Registered)
+        return client, registered
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], timeout_s: float = 30.0) -> MemoryClient:
+        """Connect. The first that is said must be Register."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(str(path))
         except OSError as error:
             connection.close()
             raise MemoryServerGoneError(str(path), str(error)) from None
-        client = cls(connection, str(path), timeout_s)
-        registered, _ = client.ask(wire.Register(incarnation, role), wire.Registered)
-        return client, registered
+        return cls(connection, str(path), timeout_s)
 
     def fileno(self) -> int:
         """To wait for an order in a poll of one's own."""
@@ -51,6 +56,10 @@ class MemoryClient:
     ) -> tuple[_Answer, list[int]]:
         """Send a request and return its answer and descriptors, now the caller's."""
         self.tell(request)
+        return self.answer(expected, timeout_s)
+
+    def answer(self, expected: type[_Answer], timeout_s: float | None = None) -> tuple[_Answer, list[int]]:
+        """The answer to the first thing that was told and not answered yet, and its descriptors, now the caller's."""
         while True:
             answer, fds = self.receive(self._timeout_s if timeout_s is None else timeout_s)
             if not isinstance(answer, wire.Order):
@@ -62,10 +71,10 @@ class MemoryClient:
             os.close(fd)
         if isinstance(answer, wire.Refused):
             wire.raise_refused(answer)
-        raise ArenaRefusedError(f"it answered {type(answer).__name__} to {type(request).__name__}")
+        raise ArenaRefusedError(f"it answered {type(answer).__name__}, not {expected.__name__}")
 
     def tell(self, request: wire.Request) -> None:
-        """Send what has no answer (Armed, Serving)."""
+        """Send what has no answer (Armed, Serving), or one that is taken later with `answer`."""
         try:
             wire.send(self._connection, request)
         except OSError as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from array import array
 from pathlib import Path
 
 import pytest
 
 from belayer.errors import InputError
+from belayer.gpu import wire
 from belayer.gpu.ledger import Entry
 from belayer.gpu.memory_process import MemoryProcess
 from belayer.gpu.memory_ranks import MemoryRanks, tensor_parallel_size
@@ -64,6 +66,26 @@ def test_the_number_of_ranks_is_what_the_engine_is_started_with() -> None:
         tensor_parallel_size(["--tp", "--port"])
     with pytest.raises(InputError, match=r"2 ranks need \{rank\} in its path"):
         MemoryRanks(Path("memory.sock"), 2)
+
+
+async def test_every_server_has_been_asked_before_anything_else_runs(tmp_path: Path) -> None:
+    """Streams that resume in that moment keep the loop busy: a handover must not wait for them."""
+    listeners = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    for rank, listener in enumerate(listeners):
+        listener.bind(str(tmp_path / f"memory{rank}.sock"))
+        listener.listen()
+    request, turn = wire.Arm("a"), asyncio.Event()
+    asking = asyncio.create_task(MemoryRanks(tmp_path / "memory{rank}.sock", 2).ask(request, 30))
+    asyncio.get_running_loop().call_soon(turn.set)
+    await turn.wait()
+    for rank, listener in enumerate(listeners):
+        listener.setblocking(False)
+        connection, _ = listener.accept()
+        with listener, connection:
+            assert [wire.receive_request(connection) for _ in range(2)] == [wire.Register("host", "control"), request]
+            wire.send(connection, wire.Registered(wire.Weights(), None))
+            wire.send(connection, wire.Facts({"arm_s": rank + 1.0}))
+    assert (await asking).facts == {"arm_s": 2.0}
 
 
 async def test_each_rank_has_a_server_of_its_own(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 A shadow serves its warm-up requests on scratch. Armed, it holds every request that comes, in order, until it is
 granted the lease; then it adopts what the last holder proved and lets the requests in. They run once it may write,
 which may be later. All of it happens in the scheduler's own thread, between two turns of its loop: nothing else
-touches its tree or its allocator. Tensor parallel ranks all do it in the same turn (belayer/gpu/plugin/ranks.py).
+touches its tree or its allocator; only the driver's change of access is made beside (belayer/gpu/plugin/unlock.py).
+Tensor parallel ranks all do it in the same turn (belayer/gpu/plugin/ranks.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from belayer.gpu.fatal_signals import die_at_once
 from belayer.gpu.http_engine import WEIGHT_VERSIONS_KEY
 from belayer.gpu.huge_pages import collapse
 from belayer.gpu.ledger import Entry, Ledger
-from belayer.gpu.plugin.adoption import Adopted, adopt
+from belayer.gpu.plugin.adoption import adopt
 from belayer.gpu.plugin.cache import Cache
 from belayer.gpu.plugin.known import refuse_unknown
 from belayer.gpu.plugin.link import Link
@@ -35,13 +36,14 @@ from belayer.gpu.plugin.rehearsal import rehearse
 from belayer.gpu.plugin.resume import Resumption
 from belayer.gpu.plugin.rows import Rows
 from belayer.gpu.plugin.slots import Slots
+from belayer.gpu.plugin.unlock import Unlock
 from belayer.gpu.plugin.weights import Weights
 
 _log = logging.getLogger("belayer")
 _STEPS_WITHOUT_RELEASE = 16
 """A new main takes over early only if its predecessor's reserve lasts for so many tokens of each request."""
 _GATHER_S, _QUIET_S = 0.06, 0.005
-"""After a handover the first batch waits so long for all resuming requests, or until so long none has come."""
+"""After a handover the first batch waits so long for all resuming requests, or so long after the last that came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,9 @@ class Engine:
         """Launched and not processed: their tokens to prefill, and the version of the weights that they run with."""
         self._step_version = 0
         self._held: list[Any] = []
+        self._unlock = Unlock()
+        self._unlocks = False
+        """All ranks have been let write: what is waited for is the driver alone."""
         self._release_is_due = False
         """Our memory server has yet to say that the last holder on this device is dead."""
         self._adopted_s = 0.0
@@ -99,6 +104,7 @@ class Engine:
             import zmq
 
             scheduler.idle_sleeper.poller.register(self._link.client.fileno(), zmq.POLLIN)
+            scheduler.idle_sleeper.poller.register(self._unlock.fileno(), zmq.POLLIN)
 
     def requests_are_pulled(self, original: Callable[..., Any], receiver: Any) -> Any:
         """Around the reception of requests, of which only rank 0 has any; it adds what all ranks are to do."""
@@ -107,7 +113,7 @@ class Engine:
             requests.append(Lead(what))
         return requests
 
-    def _is_due(self) -> Literal["arm", "granted", "released", "gathered"] | None:
+    def _is_due(self) -> Literal["arm", "granted", "unlocked", "released", "gathered"] | None:
         assert self._slots is not None
         orders, serving = self._orders, self._phase == "serving"
         if serving and not self._slots.quarantined:
@@ -117,6 +123,8 @@ class Engine:
             return "arm" if orders.has(wire.ArmNow) and self._scheduler.is_fully_idle() else None
         if self._phase == "armed":
             return "granted" if orders.has(wire.Granted) else None
+        if self._phase == "waiting" and self._unlocks:
+            return "unlocked" if self._unlock.is_done else None
         if orders.has(wire.Released) or not self._release_is_due:
             return "released"
         return "gathered" if serving and self._gathering and self._has_gathered() else None
@@ -146,6 +154,8 @@ class Engine:
                 self._arm(scheduler, self._orders.take(wire.ArmNow)[1][0])
             case "granted":
                 self._handover(scheduler, *self._orders.take(wire.Granted))
+            case "unlocked":
+                self._serve()
             case "released":
                 self._released()
             case "gathered":
@@ -175,15 +185,13 @@ class Engine:
         if granted.follow:
             cache.follow(fds[-2:])
         if granted.writable:
-            cache.may_write(fds[0])
+            self._unlock.begin(lambda: cache.may_write(fds[0]))
         mapped_s = time.monotonic()
-        self._facts, may_write = self._take_over(
+        self._facts, self._unlocks = self._take_over(
             scheduler, adopting=granted.adopt, quarantined=granted.quarantined, writable=granted.writable
         )
         self._adopted_s = time.monotonic()
         self._facts |= {"map_s": mapped_s - began_s, "adopt_s": self._adopted_s - mapped_s}
-        if may_write:
-            self._serve()
 
     def _released(self) -> None:
         """The last holder is dead, on every rank."""
@@ -194,19 +202,21 @@ class Engine:
             self._end_quarantine()
 
     def _await_release(self) -> None:
-        """Wait until the last holder on this device is dead, and map the KV for writing if it is not yet."""
+        """Wait until the last holder on this device is dead, and let the KV be written if it is not yet."""
         if not self._release_is_due:
             return
         released, fds = self._orders.take(wire.Released)
         self._release_is_due = False
         if released.writable:
-            began_s = time.monotonic()
-            self._cache.may_write(fds[0])
-            self._facts |= {"wait_s": began_s - self._adopted_s, "unlock_s": time.monotonic() - began_s}
+            self._facts["wait_s"] = time.monotonic() - self._adopted_s
+            self._unlock.begin(lambda: self._cache.may_write(fds[0]))
 
     def _serve(self) -> None:
-        self._phase = "serving"
+        began_s = time.monotonic()
+        driver_s = self._unlock.wait()
+        self._phase, self._unlocks = "serving", False
         self._served_s = time.monotonic()
+        self._facts |= {"unlock_s": self._served_s - began_s, "driver_s": driver_s}
         self._link.client.tell(wire.Serving(self._facts))
         _log.info("belayer: main under epoch %d, %s", self._cache.epoch, self._facts)
 
@@ -217,8 +227,6 @@ class Engine:
 
         Also returns whether all ranks may write.
         """
-        import torch
-
         cache, tree, allocator = self._cache, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         assert cache.ledger is not None and self._slots is not None
         slots, ranks = self._slots, self._link.ranks
@@ -244,11 +252,9 @@ class Engine:
         if quarantined and len(reserved) < _STEPS_WITHOUT_RELEASE * max(1, len(entries)):
             self._await_release()
             quarantined = False
-        reserve = torch.frombuffer(reserved, dtype=torch.int64) if reserved else torch.empty(0, dtype=torch.int64)
-        reserve = reserve.to(table.device)
-        adopted = adopt(tree, allocator, table, entries, reserve, ranks) if entries else Adopted(0, 0)
-        if quarantined:
-            slots.quarantine(reserve)
+        adopted, free = adopt(tree, allocator, table, entries, reserved, ranks)
+        if adopted.tokens or quarantined:
+            slots.lay_out(free, reserved if quarantined else None)
         tree_s = time.monotonic()
         cache.ledger.begin(cache.epoch)
         self._ledger = cache.ledger
@@ -271,7 +277,7 @@ class Engine:
     def step_begins(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         """Before Scheduler.run_batch. What is to be run is ready; nothing of it runs before the KV may be written."""
         if self._phase == "waiting":
-            self._released()
+            self._serve() if self._unlocks else self._released()
         self._gathering = False
         self._weights.are_used()
         if self._ledger is not None:

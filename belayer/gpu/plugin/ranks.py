@@ -28,7 +28,7 @@ _Said = TypeVar("_Said")
 class Lead:
     """From rank 0 to all, in with the requests: what to do in this turn."""
 
-    what: Literal["arm", "granted", "released", "gathered"]
+    what: Literal["arm", "granted", "unlocked", "released", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)

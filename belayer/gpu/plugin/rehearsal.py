@@ -35,9 +35,9 @@ def rehearse(slots: Slots, tree: Any, allocator: Any, slot_table: Any, ranks: Ra
         first = 1 + row * tokens
         slot_table[row, :tokens] = torch.arange(first, first + tokens, device=slot_table.device)
         entries.append(Entry(row, row, array("q", range(first, first + tokens)), tokens - 1, 0))
-    reserve = torch.arange(allocator.size - kept, allocator.size, device=slot_table.device)
-    adopt(tree, allocator, slot_table, entries, reserve, ranks)
-    slots.quarantine(reserve)
+    reserve = range(allocator.size - kept, allocator.size)
+    _, free = adopt(tree, allocator, slot_table, entries, reserve, ranks)
+    slots.lay_out(free, reserve)
     slots.release_quarantine()
     slots.keep_reserve()
     slots.forget()

@@ -11,6 +11,7 @@ from __future__ import annotations
 # torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
 # pyright: reportMissingImports=false
 import logging
+import math
 import time
 from array import array
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from typing import Any
 
 from belayer.gpu.http_engine import RESUME_KEY, RESUME_UNKNOWN
 from belayer.gpu.ledger import Entry, request_digest
+from belayer.gpu.plugin.copies import to_device
 
 _log = logging.getLogger("belayer")
 
@@ -29,7 +31,8 @@ class Resumption:
         self._entries: dict[int, Entry] = {}
         self._waiting: set[str] = set()
         self._missing: set[int] = set()
-        self.came_s = 0.0
+        self.came_s = math.inf
+        """When the last one came."""
 
     @property
     def all_came(self) -> bool:
@@ -40,7 +43,7 @@ class Resumption:
         """The ledger's entries at the handover; those of an earlier one are forgotten."""
         self._entries = {entry.request: entry for entry in entries}
         self._missing = set(self._entries)
-        self.came_s = time.monotonic()
+        self.came_s = math.inf
 
     def completed(self, scheduler: Any, requests: Iterable[Any]) -> list[Any]:
         """The same requests, resuming ones with their whole prefix; one that the ledger does not know is aborted."""
@@ -149,9 +152,9 @@ def _decode_batch(scheduler: Any, requests: list[Any]) -> Any:
         request.time_stats.set_prefill_finished_time()
     device = batch.device
     batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
-    batch.req_pool_indices = batch.req_pool_indices_cpu.to(device)
+    batch.req_pool_indices = to_device(batch.req_pool_indices_cpu, device)
     batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
-    batch.seq_lens = batch.seq_lens_cpu.to(device)
+    batch.seq_lens = to_device(batch.seq_lens_cpu, device)
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.seq_lens_sum = sum(lengths)
     batch.prefix_lens = lengths
@@ -162,7 +165,7 @@ def _decode_batch(scheduler: Any, requests: list[Any]) -> Any:
         batch.top_logprobs_nums = [request.logprob.top_logprobs_num for request in requests]
         batch.token_ids_logprobs = [request.logprob.token_ids_logprob for request in requests]
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, batch.model_config.vocab_size)
-    last = torch.tensor([request.origin_input_ids[-1] for request in requests], dtype=torch.int64, device=device)
+    last = to_device(torch.tensor([request.origin_input_ids[-1] for request in requests], dtype=torch.int64), device)
     scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last))
     batch.input_ids = None
     return batch

@@ -13,11 +13,14 @@ from __future__ import annotations
 # torch, CUDA's bindings and SGLang are the engine's, not in this project's own environment.
 # pyright: reportMissingImports=false
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from belayer.gpu.ledger import MAX_RESERVE
+from belayer.gpu.plugin.copies import to_device
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 _SHARE = 8
@@ -57,18 +60,22 @@ class Slots:
         self._reserve = self._lock("reserve", slots)
         return slots.tolist()
 
-    def quarantine(self, reserve: torch.Tensor) -> None:
-        """Leave only the reserve free: everything else that is free now may still be written by the dying holder."""
+    def lay_out(self, free: np.ndarray, reserve: Sequence[int] | None) -> None:
+        """Give an allocator its free pages. With a reserve only those in it: the rest may still be written by the
+        dying holder, and is quarantined.
+        """
+        import numpy as np
         import torch
 
         allocator = self._allocator
-        free = torch.cat((allocator.free_pages, allocator.release_pages))
-        is_reserve = torch.zeros(allocator.size + 1, dtype=torch.bool, device=free.device)
-        is_reserve[reserve] = True
-        kept = is_reserve[free]
-        allocator.free_pages = free[kept]
-        allocator.release_pages = torch.empty((0,), dtype=torch.int64, device=free.device)
-        self._quarantine = self._lock("quarantine", free[~kept])
+        quarantined = free[:0]
+        if reserve is not None:
+            is_reserve = np.zeros(allocator.size + 1, dtype=np.bool_)
+            is_reserve[np.asarray(reserve, dtype=np.int64)] = True
+            quarantined, free = free[~is_reserve[free]], free[is_reserve[free]]
+        allocator.free_pages = to_device(torch.from_numpy(free), allocator.device)
+        allocator.release_pages = allocator.free_pages[:0]
+        self._quarantine = self._lock("quarantine", torch.from_numpy(quarantined))  # on the host: nobody uses them
 
     def release_quarantine(self) -> None:
         """The dying holder is dead."""
@@ -96,4 +103,4 @@ class Slots:
         slots = node.value
         self._tree.dec_lock_ref(node)
         self._tree._delete_leaf(node)
-        self._allocator.free(slots)
+        self._allocator.free(slots.to(self._allocator.device))
