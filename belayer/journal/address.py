@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import ssl
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -19,6 +21,33 @@ FORMS = (
 _PORT = re.compile(r":\d+\Z")
 
 
+class Tls:
+    """What TLS links are opened with; read again when its files have changed, because certificates are renewed."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._files = [options[name] for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile") if options.get(name)]
+        self._read = self._stamps()
+        self._context = _tls_context(options)
+
+    def context(self) -> ssl.SSLContext:
+        """For the next link. While a renewal is half done, what was there before."""
+        if (stamps := self._stamps()) != self._read:
+            with contextlib.suppress(OSError):  # ssl's errors are OSErrors too
+                self._context, self._read = _tls_context(self._options), stamps
+        return self._context
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        found: list[tuple[int, int, int] | None] = []
+        for file in self._files:
+            try:
+                status = Path(file).stat()
+                found.append((status.st_mtime_ns, status.st_ino, status.st_size))
+            except OSError:
+                found.append(None)
+        return found
+
+
 @dataclass(frozen=True)
 class Address:
     """A server's address with what is needed to log in. `shown` is for messages."""
@@ -31,7 +60,7 @@ class Address:
     db: int
     username: str | None
     password: str | None
-    tls: ssl.SSLContext | None
+    tls: Tls | None
 
     def __repr__(self) -> str:
         return f"Address({self.shown!r})"
@@ -61,7 +90,7 @@ def parse_address(url: str) -> Address:
             db=int(options.get("db", 0)),
             username=options.get("username"),
             password=options.get("password"),
-            tls=_tls_context(options) if parts.scheme == "rediss" else None,
+            tls=Tls(options) if parts.scheme == "rediss" else None,
         )
     except (ValueError, OSError) as error:
         raise InputError(f"{_shown(url)!r} is not a usable journal URL ({error}); expected {FORMS}") from None

@@ -155,7 +155,7 @@ class Link:
                     _, wire = await loop.create_unix_connection(lambda: _Wire(loop), address.socket_path)
                 else:
                     _, wire = await loop.create_connection(
-                        lambda: _Wire(loop), address.host, address.port, ssl=address.tls
+                        lambda: _Wire(loop), address.host, address.port, ssl=address.tls and address.tls.context()
                     )
         except TimeoutError:
             raise LinkLostError(f"no connection within {timeout_s:.1f} s") from None

@@ -21,15 +21,20 @@ class Authority:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"belayer test {name}")])
         self.path = self._write(name, self._build(self._name, self._key, authority=True), self._key)
 
-    def issue(self, name: str, host: str = "127.0.0.1") -> tuple[Path, Path]:
-        """Certificate and key for a host or address."""
+    def issue(self, name: str, host: str = "127.0.0.1", valid_days: float = 2) -> tuple[Path, Path]:
+        """Certificate and key for a host or address, valid for so many days from now on; expired when negative."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        path = self._write(name, self._build(subject, key, host=host), key)
+        path = self._write(name, self._build(subject, key, host=host, valid_days=valid_days), key)
         return path, path.with_suffix(".key")
 
     def _build(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, authority: bool = False, host: str = ""
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        authority: bool = False,
+        host: str = "",
+        valid_days: float = 2,
     ) -> x509.Certificate:
         now = datetime.now(UTC)
         builder = (
@@ -39,7 +44,7 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(days=1))
-            .not_valid_after(now + timedelta(days=2))
+            .not_valid_after(now + timedelta(days=valid_days))
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         )
         if host:

@@ -9,8 +9,10 @@ import pytest
 
 from belayer import ids
 from belayer.errors import InputError, JournalUnavailableError
+from belayer.journal.address import parse_address
 from belayer.journal.connect import open_store
 from belayer.journal.embedded import EmbeddedServer
+from belayer.journal.link import Link, LinkLostError
 from belayer.journal.writer import take_over
 from tests.journal.acl import PASSWORD, ROLLOUT, documented_users
 from tests.journal.certificates import Authority
@@ -103,8 +105,6 @@ async def test_a_server_of_another_name_is_refused_unless_the_check_is_turned_of
 
 
 def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
-    from belayer.journal.address import parse_address
-
     with pytest.raises(InputError, match="No such file"):
         parse_address(f"rediss://u:geheim@h?ssl_ca_certs={tmp_path}/none.pem")
 
@@ -112,3 +112,26 @@ def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
 async def test_plain_text_to_a_tls_port_ends_with_an_error(served: Served) -> None:
     with pytest.raises(JournalUnavailableError):
         await open_store(f"redis://u:geheim@127.0.0.1:{served.port}")
+
+
+async def test_a_certificate_that_was_renewed_is_used_from_the_next_connection_on(served: Served) -> None:
+    """A process that runs for weeks outlives its certificate; whoever renews the file does not start it anew."""
+    certificate, key = served.authority.issue("renewed", valid_days=-0.5)
+    options = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    address = parse_address(served.url(ssl_ca_certs=str(served.authority.path), **options))
+    with pytest.raises(LinkLostError):
+        await Link.open(address, "belayer", DEADLINE_S)
+    whole = certificate.read_bytes()
+    certificate.write_bytes(whole[:50])  # its renewal is under way
+    with pytest.raises(LinkLostError):
+        await Link.open(address, "belayer", DEADLINE_S)
+    served.authority.issue("renewed")
+    (await Link.open(address, "belayer", DEADLINE_S)).close()
+
+
+async def test_a_server_whose_certificate_has_expired_is_refused_and_says_so(tmp_path: Path) -> None:
+    made = Served(tmp_path / "s", mutual=False)
+    made.authority.issue("server", valid_days=-0.5)
+    async with made.server:
+        with pytest.raises(JournalUnavailableError, match="expired"):
+            await open_store(made.url(ssl_ca_certs=str(made.authority.path)))
