@@ -32,6 +32,8 @@ DEFAULT_CAPABILITIES = frozenset(
 MORE_CAPABILITIES = frozenset(("IPC_LOCK", "SYS_NICE", "SYS_PTRACE", "SYS_RESOURCE"))
 """What can be added besides. The others let processes change what no checkpoint holds and what `quiet.py` does not look
 for: mounts, addresses, the host name, clocks, immutable files."""
+PROCESSES = 8192
+"""And threads, at once: what forks for ever is a failure of its own container's and not of the machine."""
 NEEDED_FOR_A_USER = ("SETUID", "SETGID", "KILL")
 
 
@@ -79,7 +81,7 @@ def mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
 
 def host_config(spec: SandboxSpec) -> dict[str, Any]:
     """The limits, the network and the file systems, as docker-py's create_host_config wants them."""
-    config: dict[str, Any] = {"network_mode": spec.network, "read_only": spec.read_only}
+    config: dict[str, Any] = {"network_mode": spec.network, "read_only": spec.read_only, "pids_limit": PROCESSES}
     if spec.memory_bytes is not None:
         config["mem_limit"] = spec.memory_bytes
     if spec.cpus is not None:

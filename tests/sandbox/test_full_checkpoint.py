@@ -16,6 +16,7 @@ from belayer.sandbox import manifest as manifests
 from belayer.sandbox.docker_host import open_host
 from belayer.sandbox.limits import Limits
 from belayer.sandbox.manifest import FILE_NAME, boot_id, read_manifest
+from belayer.sandbox.options import PROCESSES
 from belayer.sandbox.protocol import CheckpointReport
 from tests.sandbox.conftest import IMAGE, SPEC, Bench
 from tests.waiting import within
@@ -131,6 +132,8 @@ async def test_limits_hold_after_a_restore(bench: Bench) -> None:
         "cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null || true"
     )
     assert limit.split() == [str(200 << 20)]
+    limit = await back.sh("cat /sys/fs/cgroup/pids/pids.max /sys/fs/cgroup/pids.max 2>/dev/null || true")
+    assert limit.split() == [str(PROCESSES)]
     await back.sh("touch /proc/acpi/x /proc/sys/x /sys/x /.belayer/runner.py", status=1)
 
 
