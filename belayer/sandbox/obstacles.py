@@ -61,6 +61,9 @@ def _cause(pid: int, namespace: Path, limits_readable: bool) -> str:
         return "it is not root's, and this machine lacks CAP_SYS_RESOURCE, so that CRIU cannot read its limits"
     if (process / "ns/user").readlink() != namespace:
         return "it has a user namespace of its own"
+    with suppress(FileNotFoundError):  # a zombie
+        if shown((process / "exe").readlink()).startswith("/memfd:"):
+            return "it runs a program from memory (memfd_create), which CRIU dumps and cannot bring back"
     for fd in (process / "fd").iterdir():
         kind = shown(fd.readlink())
         if kind.startswith("pipe:") and _number(process / "fdinfo" / fd.name, "flags", 8) & os.O_DIRECT:

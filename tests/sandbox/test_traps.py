@@ -228,6 +228,13 @@ ALSO_REFUSED = {
         "os.close(fd); wait()",
         "secret memory",
     ),
+    "program-in-memory": (
+        "fd = os.memfd_create('sleep'); os.write(fd, open('/bin/sleep', 'rb').read()); p = os.fork()\n"
+        "if not p: os.execve(fd, ['python3 program-in-memory.py', '9999'], {})\n"
+        "while not os.readlink(f'/proc/{p}/exe').startswith('/memfd'): time.sleep(0.01)\n"
+        "wait()",
+        "runs a program from memory",
+    ),
     "first-thread": ("threading.Thread(target=wait).start(); libc.pthread_exit(None)", "first thread has ended"),
 }
 """Refused in the same way; looked at in one container."""
