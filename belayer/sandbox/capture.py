@@ -14,44 +14,28 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from belayer.errors import CheckpointFailedError, CheckpointRefusedError, RestoreFailedError, SandboxFailedError
-from belayer.journal.events import LeftOut
+from belayer.errors import CheckpointFailedError, CheckpointRefusedError, SandboxFailedError
 from belayer.processes import is_alive
-from belayer.sandbox import attributes, given, lazy, memory, probe, watches
+from belayer.sandbox import attributes, given, memory, probe, watches
 from belayer.sandbox.at_boundary import await_idle, await_memory, refuse_marker
 from belayer.sandbox.blobs import image_path, keys_of, layer_path
 from belayer.sandbox.captured import Captured
-from belayer.sandbox.containers import Container
 from belayer.sandbox.control import read_marker
 from belayer.sandbox.criu import Criu, CriuError, Target
-from belayer.sandbox.eager import keep_eager
 from belayer.sandbox.files_only import InTheWay, left_out
 from belayer.sandbox.freezer import Freezer, freezer_of
 from belayer.sandbox.home import Home
 from belayer.sandbox.layer import LayerCapture, Mapped
 from belayer.sandbox.limits import LIMITS, Bounds, Limits
-from belayer.sandbox.machine import this_machine
-from belayer.sandbox.manifest import (
-    EDITED,
-    IMAGES,
-    LAYER,
-    LAYER_INDEX,
-    PROBE,
-    RUNNER_STATE,
-    Manifest,
-    boot_id,
-    read_edited,
-    read_manifest,
-    sizes_and_digests,
-    write_manifest,
-)
+from belayer.sandbox.manifest import IMAGES, LAYER
 from belayer.sandbox.mapped import mapped_inodes
 from belayer.sandbox.mounts import external_mounts
 from belayer.sandbox.obstacles import obstacle
-from belayer.sandbox.protocol import CheckpointReport, Incarnation
+from belayer.sandbox.protocol import CheckpointReport
 from belayer.sandbox.quiet import attributes_in, noise, noises
+from belayer.sandbox.sealing import Findings, Subject, seal
 from belayer.sandbox.tree import described, outsiders, why_it_would_hang
-from belayer.sandbox.unchanged import is_unchanged
+from belayer.sandbox.unchanged import Earlier
 
 LOCK_S = 5.0
 FREEZE_TRIES = 5
@@ -65,11 +49,8 @@ class Capture:
         self,
         home: Home,
         criu: Criu,
-        incarnation: Incarnation,
-        container: Container,
         name: str,
-        action: int,
-        runner: bytes,
+        subject: Subject,
         since: str = "",
         hold: bool = False,
         limits: Limits = LIMITS,
@@ -78,28 +59,21 @@ class Capture:
         """`or_files_only`: when a process cannot be captured, capture the files alone (`files_only.py`)."""
         self._home = home
         self._criu = criu
-        self._incarnation = incarnation
-        self._container = container
         self._name = name
-        self._action = action
-        self._runner = runner
+        self._subject = subject
+        self._incarnation = subject.incarnation
+        self._container = subject.container
+        self._action = subject.action
         self._since = since
         self._hold = hold
         self._or_files_only = or_files_only
         self._in_the_way: InTheWay | None = None
         self._files_only = False
-        self._left_out: tuple[LeftOut, ...] = ()
-        self._owner = home.owner(incarnation.name)
-        self._control = home.control_folder(incarnation.name)
-        self._traits = "" if self._owner is None else self._owner.traits
-        self._given = {} if self._owner is None else self._owner.given
-        self._bounds = Bounds(incarnation.name, name, limits)
-        self._tmpfs = () if self._owner is None else self._owner.spec.tmpfs
-        self._noise = ""
-        self._edited = given.Edited({}, b"")
-        self._mounts: dict[str, str] = {}
+        self._control = home.control_folder(self._incarnation.name)
+        self._bounds = Bounds(self._incarnation.name, name, limits)
+        self._tmpfs = () if subject.owner is None else subject.owner.spec.tmpfs
         self._frozen_at = 0.0
-        self._probe = probe.Probe({})
+        self._found = Findings()
 
     def cancel(self) -> None:
         self._bounds.cancel()
@@ -156,7 +130,8 @@ class Capture:
                     elif not frozen_s:
                         frozen_s = self._with_processes(freezer, lock, layer, folder / IMAGES)
                     captured = layer.finish(self._name)
-                manifest = self._seal(folder, captured, frozen_s)
+                self._found.frozen_s = frozen_s
+                manifest = seal(folder, self._name, self._subject, self._found, captured, self._criu, self._bounds)
                 fresh = {layer_path(path): found for path, found in layer.fresh().items()}
                 fresh |= {image_path(name): (folder / IMAGES / name).lstat() for name in manifest.images}
                 self._bounds.go_on()
@@ -168,7 +143,7 @@ class Capture:
                 self._home.set_captured(self._incarnation.name, captured)
         except (CriuError, OSError) as error:
             raise CheckpointFailedError(self._name, str(error)) from None
-        lacks = self._container.volumes, stored_bytes, self._left_out
+        lacks = self._container.volumes, stored_bytes, self._found.left_out
         return CheckpointReport(manifest.size_bytes, frozen_s, time.monotonic() - started, "", *lacks)
 
     def _nothing_new(self, freezer: Freezer, known: Captured) -> float:
@@ -176,13 +151,14 @@ class Capture:
 
         Looked at twice, so that a container in which something has changed is not frozen for this.
         """
-        if known.checkpoint != self._since or not self._was_quiet() or self._noise_among(freezer.processes()):
+        earlier = Earlier(self._home.checkpoint(known.checkpoint), known, self._subject)
+        if known.checkpoint != self._since or not earlier.could_hold():
             return 0.0
         try:
-            if not (is_unchanged(self._container.upper, known) and self._as_saved()):
+            if self._noise_among(freezer.processes()) or not earlier.is_unchanged():
                 return 0.0
             held = self._freeze(freezer)
-            same = not self._noise_among(held) and is_unchanged(self._container.upper, known) and self._as_saved()
+            same = not self._noise_among(held) and earlier.is_unchanged()
             return time.monotonic() - self._frozen_at if same else 0.0
         except OSError as error:
             raise CheckpointFailedError(self._name, str(error)) from None
@@ -190,38 +166,22 @@ class Capture:
             if not self._hold:
                 freezer.thaw()
 
-    def _as_saved(self) -> bool:
-        """Whether the files that Docker binds are those that the earlier checkpoint brings back."""
-        folder = self._home.checkpoint(self._since)
-        try:
-            saved = read_edited(folder, read_manifest(folder)) or given.Edited({}, b"")
-        except RestoreFailedError:
-            return False
-        return given.read(self._container.given, self._container.volumes) == saved.here(self._given)
-
     def _look_at_given(self) -> None:
-        self._edited = given.edited(self._given, given.read(self._container.given, self._container.volumes))
-
-    def _was_quiet(self) -> bool:
-        """Whether the earlier checkpoint is there, whole, and nothing but files and a runner with the same traits."""
-        try:
-            manifest = read_manifest(self._home.checkpoint(self._since))
-        except RestoreFailedError:
-            return False
-        same = (manifest.image_digest, manifest.traits) == (self._container.image_digest, self._traits)
-        return manifest.quiet and not manifest.left_out and same and manifest.action < self._action
+        self._found.edited = given.edited(
+            self._subject.given, given.read(self._container.given, self._container.volumes)
+        )
 
     def _quietly(self, freezer: Freezer, layer: LayerCapture) -> float:
         """Capture a container of nothing but files and an idle runner; the frozen time. 0: it is more than that."""
-        self._noise = self._noise_among(freezer.processes())
-        if self._noise:
+        self._found.noise = self._noise_among(freezer.processes())
+        if self._found.noise:
             return 0.0
-        self._bounds.check_runner_state(len(self._runner))
+        self._bounds.check_runner_state(len(self._subject.runner))
         self._prepare(freezer, layer)
         try:
             held = self._freeze(freezer)
-            self._noise = self._noise_among(held)
-            if self._noise:
+            self._found.noise = self._noise_among(held)
+            if self._found.noise:
                 return 0.0
             layer.settle(())
             self._look_at_given()
@@ -235,8 +195,8 @@ class Capture:
         self._prepare(freezer, layer, lambda: mapped_inodes(freezer.processes(), devices))
         try:
             held = self._freeze(freezer)
-            besides = list(noises(self._incarnation.pid, self._traits, self._tmpfs))
-            self._left_out, self._noise = left_out(self._incarnation, held, obstacle, besides), ""
+            besides = list(noises(self._incarnation.pid, self._subject.traits, self._tmpfs))
+            self._found.left_out, self._found.noise = left_out(self._incarnation, held, obstacle, besides), ""
             layer.settle(mapped_inodes(held, devices))
             self._look_at_given()
         finally:
@@ -248,7 +208,7 @@ class Capture:
         self._refuse_obstacles(freezer.processes())
         await_memory(self._home.restore_folder(self._incarnation.name), self._bounds, 0.0 if self._hold else LAZY_S)
         mounts = external_mounts(self._incarnation.pid, self._incarnation.container_id, self._container.volumes)
-        self._mounts = mounts.sources
+        self._found.mounts = mounts.sources
         watched = self._watched(freezer.processes())
         target = Target(self._incarnation.pid, self._container.merged, freezer.folder, mounts.names, watched)
         held = [self._incarnation.pid]  # until they are frozen, others come and go
@@ -269,8 +229,8 @@ class Capture:
                     copy.begin(held)
                 self._bounds.check_memory(memory.size_of(held))
                 self._refuse_obstacles(held)
-                unusual = attributes.unusual(held, attributes_in(self._traits))
-                self._probe = probe.Probe(probe.take(held).processes, unusual)
+                unusual = attributes.unusual(held, attributes_in(self._subject.traits))
+                self._found.probe = probe.Probe(probe.take(held).processes, unusual)
 
             def before_release() -> None:
                 self._bounds.go_on()
@@ -329,7 +289,7 @@ class Capture:
         raise CheckpointRefusedError(self._incarnation.name, "its runner is too busy answering")
 
     def _watched(self, processes: list[int]) -> list[str]:
-        workdir = "/" if self._owner is None else self._owner.spec.workdir
+        workdir = "/" if self._subject.owner is None else self._subject.owner.spec.workdir
         usual = [*([] if workdir == "/" else [workdir]), "/tmp", "/var/log", "/home", "/root"]
         try:
             return [*watches.places(self._incarnation.pid, processes, usual), *usual]
@@ -338,7 +298,7 @@ class Capture:
 
     def _noise_among(self, held: list[int]) -> str:
         try:
-            return noise(self._incarnation.pid, held, self._traits, self._tmpfs)
+            return noise(self._incarnation.pid, held, self._subject.traits, self._tmpfs)
         except OSError as error:  # what cannot be looked at is not known to be nothing
             return f"unknown: {error}"
 
@@ -361,39 +321,3 @@ class Capture:
         if freezer is None or not is_alive(self._incarnation.pid, self._incarnation.pid_start_ticks):
             raise SandboxFailedError(self._incarnation.name, "its process 1 is gone")
         return freezer
-
-    def _seal(self, folder: Path, captured: Captured, frozen_s: float) -> Manifest:
-        """Write what the checkpoint says of itself."""
-        if self._noise:
-            (folder / PROBE).write_bytes(self._probe.encode())
-            if lazy.is_worth_it(path.stat().st_size for path in (folder / IMAGES).glob("pages-*")):
-                keep_eager(folder / IMAGES, self._criu.image_messages())
-        else:
-            (folder / RUNNER_STATE).write_bytes(self._runner)
-        if self._edited.files:
-            (folder / EDITED).write_bytes(self._edited.encode())
-        (folder / LAYER_INDEX).write_bytes(captured.encode())
-        manifest = Manifest(
-            checkpoint=self._name,
-            run="" if self._owner is None else self._owner.run,
-            trajectory="" if self._owner is None else self._owner.trajectory,
-            incarnation=self._incarnation.name,
-            action=self._action,
-            image_digest=self._container.image_digest,
-            boot_id=boot_id(),
-            created_at_s=time.time(),
-            frozen_s=frozen_s,
-            noise=self._noise,
-            traits=self._traits,
-            mounts=self._mounts,
-            images=sizes_and_digests(sorted((folder / IMAGES).iterdir()), self._bounds.go_on),
-            notes=sizes_and_digests(folder / name for name in (RUNNER_STATE, PROBE, EDITED, LAYER_INDEX)),
-            layer_entries=len(captured.entries),
-            layer_bytes=captured.size_bytes,
-            layer_digest=captured.digest,
-            machine=this_machine(self._criu.version),
-            not_captured=self._container.volumes,
-            left_out=self._left_out,
-        )
-        write_manifest(folder, manifest)
-        return manifest

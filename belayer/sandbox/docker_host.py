@@ -44,6 +44,7 @@ from belayer.sandbox.manifest import Manifest, boot_id, read_manifest, verify
 from belayer.sandbox.mounts import unmount_leftovers
 from belayer.sandbox.owner import Owner
 from belayer.sandbox.protocol import CheckpointReport, Incarnation
+from belayer.sandbox.sealing import Subject
 from belayer.sandbox.spares import Spares
 from belayer.sandbox.tree import kill_tracers, kill_users_of
 
@@ -196,11 +197,8 @@ class DockerHost:
         capture = Capture(
             self._home,
             self._criu,
-            incarnation,
-            container,
             checkpoint,
-            action,
-            runner,
+            Subject(incarnation, container, self._home.owner(incarnation.name), action, runner),
             since,
             hold,
             self._limits,
