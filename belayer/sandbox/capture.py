@@ -39,6 +39,8 @@ from belayer.sandbox.unchanged import Earlier
 
 LOCK_S = 5.0
 FREEZE_TRIES = 5
+UNREAD_S = 0.01
+"""How long a process that watches files may run until it is looked at again."""
 LAZY_S = 20.0
 
 
@@ -270,8 +272,9 @@ class Capture:
 
     def _freeze(self, freezer: Freezer) -> list[int]:
         """Freeze the container and verify, with everything stopped, that this is the boundary that was asked for, and
-        all of it; its processes. The runner may just be answering somebody: then it is let finish, a few times."""
-        for _ in range(FREEZE_TRIES):
+        all of it; its processes. The runner may just be answering somebody, and a process that watches files may not
+        have read yet what it was told of them: then they are let finish, a few times."""
+        for tries_left in reversed(range(FREEZE_TRIES)):
             await_idle(self._control, self._incarnation.name, self._action, self._bounds.go_on)
             self._bounds.go_on()
             if not freezer.frozen:  # held from the start
@@ -282,7 +285,12 @@ class Capture:
             if marker == ("idle", self._action):
                 held = freezer.processes()
                 self._refuse_outsiders(held)
-                return held
+                unread = watches.has_unread(pid for pid in held if pid != self._incarnation.pid)
+                if self._hold or not tries_left or not unread:
+                    return held
+                freezer.thaw()
+                self._bounds.wait(UNREAD_S)
+                continue
             if marker != ("busy", self._action):
                 refuse_marker(self._incarnation.name, self._action, marker)
             freezer.thaw()

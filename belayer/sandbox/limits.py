@@ -81,6 +81,10 @@ class Bounds:
         if self.left_s < 0:
             raise CheckpointFailedError(self._checkpoint, f"it took longer than {self.limits.checkpoint_s:.1f} s")
 
+    def wait(self, duration_s: float) -> None:
+        """Return after that time, or at once when it is cancelled."""
+        self._cancelled.wait(duration_s)
+
     def refuse(self, cause: str) -> NoReturn:
         raise CheckpointRefusedError(self._incarnation, cause)
 

@@ -5,24 +5,22 @@ not dump; ping's, and memberships of multicast groups.
 Loopback is the same everywhere and a wildcard is any address, so what is bound to those is fine, in any state. So is
 what the kernel alone still holds (connections that wait for their last packets): no process would miss it. Sources:
 Linux, networking/proc_net_tcp.rst, whose columns udp and raw share; packet(7). What
-is bound and does nothing yet is in no table: a copy of the descriptor tells (pidfd_getfd(2)).
+is bound and does nothing yet is in no table: a copy of the descriptor tells.
 """
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
-import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from belayer.sandbox.descriptors import copies
 from belayer.sandbox.text import rows_of
 
 TABLES = ("tcp", "udp", "udplite", "raw")
-PIDFD_GETFD = 438
 EVERYBODY = ("010000E0", "ff020000000000000000000000000001", "ff010000000000000000000000000001")
 """Groups that every interface is in."""
 SOLICITED = "ff0200000000000000000001ff"
@@ -73,17 +71,12 @@ def _groups(net: Path) -> Iterator[str]:
 
 def _sockets(pid: int) -> Iterator[socket.socket]:
     """Copies of the process's sockets, each open until the next."""
-    with suppress(OSError):  # it has ended
-        pidfd = os.pidfd_open(pid)
+    for copy in copies(pid, lambda target: target.startswith("socket:[")):
+        held = socket.socket(fileno=copy)
         try:
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                if str(link.readlink()).startswith("socket:["):
-                    copy = _libc.syscall(PIDFD_GETFD, pidfd, int(link.name), 0)
-                    if copy >= 0:
-                        with socket.socket(fileno=copy) as held:
-                            yield held
+            yield held
         finally:
-            os.close(pidfd)
+            held.detach()
 
 
 def _bound_here(net: Path) -> Iterator[tuple[str, str]]:
@@ -145,6 +138,3 @@ def _holder(target: str, processes: Iterable[int]) -> int:
             if any(str(fd.readlink()) == target for fd in Path(f"/proc/{pid}/fd").iterdir()):
                 return pid
     return 0
-
-
-_libc = ctypes.CDLL(None, use_errno=True)

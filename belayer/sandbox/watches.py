@@ -8,17 +8,22 @@ Names that change meanwhile fail the dump. Source: proc_pid_fdinfo(5).
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import sys
+import termios
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from belayer.sandbox.descriptors import copies
 from belayer.sandbox.mounts import mounted
 from belayer.sandbox.text import lines_of
 
 SEARCH_S = 3.0
+INOTIFY = "anon_inode:inotify"
 OPENED_BY_HANDLE = ("tmpfs", "ext4", "xfs", "btrfs")
 """File systems in which CRIU finds a file without its name: those in memory, and of the host's folders."""
 _WATCH = re.compile(r"^inotify wd:\S+ ino:([0-9a-f]+) sdev:([0-9a-f]+) ")
@@ -61,6 +66,15 @@ def places(init: int, processes: Iterable[int], folders: Iterable[str]) -> list[
     for inode in wanted - found.keys():
         raise NotFoundError(watched[inode], f"it watches inode {inode[1]} with inotify, whose name was not found")
     return sorted(map(_encodable, found.values()))
+
+
+def has_unread(processes: Iterable[int]) -> bool:
+    """Whether one of the processes has not read yet what inotify has told it: CRIU does not keep that."""
+    return any(_unread_bytes(copy) for pid in processes for copy in copies(pid, lambda target: target == INOTIFY))
+
+
+def _unread_bytes(descriptor: int) -> int:
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _watches(pid: int) -> Iterator[Inode]:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import re
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 
 from belayer.errors import CheckpointRefusedError
 from belayer.processes import start_ticks
-from belayer.sandbox import obstacles
+from belayer.sandbox import obstacles, watches
 from belayer.sandbox.freezer import freezer_of
+from belayer.sandbox.limits import Bounds
 from belayer.sandbox.manifest import read_manifest
 from belayer.sandbox.protocol import Incarnation
 from belayer.sandbox.tree import described, status_of
@@ -279,10 +281,8 @@ async def test_what_else_is_seen(bench: Bench) -> None:
     live = await bench.create()
     for name, (script, _) in ALSO_REFUSED.items():
         await start(live, name, script)
-    freezer = freezer_of(live.incarnation.pid)
-    assert freezer is not None
-    await until(lambda: any(map(is_dead, freezer.processes())), what="the end of a first thread")
-    held = freezer.processes()
+    await until(lambda: any(map(is_dead, processes(live))), what="the end of a first thread")
+    held = processes(live)
     for name, (_, cause) in ALSO_REFUSED.items():
         mine = [pid for pid in held if f"python3 {name}.py" in described(pid) or (is_dead(pid) and "thread" in name)]
         found = obstacles.obstacle(live.incarnation.pid, mine)
@@ -303,6 +303,48 @@ seen = b""
 while b"got-42" not in seen: seen += os.read(fd, 999)
 say("got-42")
 """
+
+
+UNREAD = """
+fd = libc.inotify_init1(0)
+libc.inotify_add_watch(fd, b"/testbed", 0x100)
+os.close(os.open("made", os.O_CREAT))
+wait()
+said = b""
+while b"made" not in said: said += os.read(fd, 999)
+say("told")
+"""
+
+
+async def test_what_inotify_has_told_is_read_before_the_freeze(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process reads when it is let go on for the first time."""
+    live = await bench.create()
+    await start(live, "unread", UNREAD)
+    (watching,) = [pid for pid in processes(live) if "python3 unread.py" in described(pid)]
+    assert watches.has_unread([watching])
+    wait = Bounds.wait
+
+    def poked(self: Bounds, duration_s: float) -> None:
+        os.kill(watching, signal.SIGUSR1)
+        while watches.has_unread([watching]):
+            wait(self, duration_s)
+
+    monkeypatch.setattr(Bounds, "wait", poked)
+    back = await live.kill_and_restore(await live.checkpoint())
+    await back.sh("until [ -e unread.out ]; do sleep 0.01; done")
+    assert await back.sh("cat unread.out") == "told"
+
+
+async def test_who_never_reads_it_stops_nobody(bench: Bench) -> None:
+    live = await bench.create()
+    await start(live, "unread", UNREAD)
+    await live.kill_and_restore(await live.checkpoint())
+
+
+def processes(live: Live) -> list[int]:
+    freezer = freezer_of(live.incarnation.pid)
+    assert freezer is not None
+    return freezer.processes()
 
 
 async def test_a_shell_in_a_terminal_of_its_own(bench: Bench) -> None:
