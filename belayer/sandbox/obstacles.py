@@ -20,6 +20,8 @@ DUMPABLE = frozenset(("[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[p
 """Kinds of anonymous inodes that come back as they were."""
 CAP_SYS_RESOURCE = 24
 DELETED = b" (deleted)"
+STOPPED = "do_signal_stop"
+"""Where in the kernel a stopped process waits: in a freezer of version 1 its state no longer says so."""
 SECRET = b"/secretmem"
 IN_MEMORY = (b"/memfd:", b"/SYSV", b"/dev/zero")
 """Names of memory that looks like a deleted file and comes back in another way."""
@@ -53,7 +55,7 @@ def _cause(pid: int, namespace: Path, limits_readable: bool) -> str:
     status = status_of(pid)
     if int(status["TracerPid"]):
         return "another process traces it (a debugger, strace)"
-    if status["State"][0] == "T":
+    if status["State"][0] == "T" or (process / "wchan").read_text() == STOPPED:
         return "it is stopped (SIGSTOP, a terminal's Ctrl-Z), and CRIU would wait for it; let it go on or end it"
     if status["State"][0] == "Z" and int(status["Threads"]) > 1:
         return "its first thread has ended and others go on, which CRIU cannot bring back"
