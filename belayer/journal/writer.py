@@ -215,7 +215,8 @@ class StreamWriter:
     async def retry(self) -> int:
         """Settle an append whose outcome is unknown: store it if it was not. The sequence of the last event."""
         if (entry := self._uncertain) is not None:
-            await self._store.append(self.stream, entry, self._notice)
+            with steps.step("append", stream=str(self.stream), epoch=self.epoch, sequence=entry.last_sequence):
+                await self._store.append(self.stream, entry, self._notice)
             self._stored(entry)
         return self.sequence
 

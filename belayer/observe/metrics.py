@@ -62,6 +62,7 @@ class Metrics:
             what: Counter(f"belayer_{what.replace('.', '_')}", meaning, registry=registry)
             for what, meaning in COUNTS.items()
         }
+        self._groups: set[tuple[str, str]] = set()
         self._steps = {step: self._took.labels(step) for step in STEPS}
 
     def begin(self, step: str, fields: Fields) -> Ended:
@@ -83,8 +84,11 @@ class Metrics:
 
     def show_groups(self, groups: Sequence[Any]) -> None:
         """The consumer groups as they are now (`belayer.journal.groups.Group`)."""
-        for gauge in (self._lag, self._pending, self._consumers):
-            gauge.clear()
+        shown = {(group.name, str(group.shard)) for group in groups}
+        for gone in self._groups - shown:
+            for gauge in (self._lag, self._pending, self._consumers):
+                gauge.remove(*gone)
+        self._groups = shown
         for group in groups:
             self._lag.labels(group.name, group.shard).set(group.lag)
             self._pending.labels(group.name, group.shard).set(group.pending)

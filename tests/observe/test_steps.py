@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from prometheus_client import CollectorRegistry
 from belayer import ids
 from belayer.client import Trajectory
 from belayer.errors import FencedError, InputError
+from belayer.journal.embedded import EmbeddedServer
 from belayer.journal.events import RecoveryStarted, Rewound, TrajectoryResumed
+from belayer.journal.groups import Group
 from belayer.journal.memory_store import MemoryStore
 from belayer.journal.redis_store import RedisStore
 from belayer.journal.writer import take_over
@@ -27,6 +30,7 @@ from belayer.observe.metrics import Metrics, served
 from belayer.observe.position import add_position
 from belayer.observe.steps import STEPS, observing
 from belayer.observe.tracing import Tracing
+from tests.journal.faults import generation, two_stores, written
 from tests.ports import free_port
 from tests.waiting import DEADLINE_S
 
@@ -66,6 +70,45 @@ async def test_a_step_that_fails_is_counted_as_such() -> None:
     failed = {"step": "append", "error": "FencedError"}
     assert registry.get_sample_value("belayer_step_failures_total", failed) == 1
     assert steps_taken(registry)["append"] == 1
+
+
+async def test_an_append_that_is_settled_later_is_counted_too(tmp_path: Path) -> None:
+    """It was stored, and the metrics knew only of the failure."""
+    async with (
+        EmbeddedServer(tmp_path / "r") as server,
+        two_stores(tmp_path, server) as (proxy, store, _),
+    ):
+        registry = CollectorRegistry()
+        with observing(Metrics(registry)):
+            writer = await written(store, count=0)
+            proxy.hold(b"XADD")
+            appending = asyncio.create_task(writer.append(generation(1)))
+            await proxy.held.wait()
+            appending.cancel()
+            await asyncio.wait([appending])
+            proxy.release()
+            assert await writer.retry() == 2
+    assert steps_taken(registry)["append"] == 2
+    failed = {"step": "append", "error": "CancelledError"}
+    assert registry.get_sample_value("belayer_step_failures_total", failed) == 1
+
+
+def test_a_group_is_never_away_while_the_figures_change() -> None:
+    """A look in between showed no groups at all; an alarm for a missing one rings then."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    seen: list[float | None] = []
+
+    class Looked(list[Group]):
+        def __iter__(self) -> Iterator[Group]:
+            seen.append(registry.get_sample_value("belayer_group_lag", {"group": "a", "shard": "0"}))
+            return super().__iter__()
+
+    metrics.show_groups([Group("a", 0, 1, 0, 5), Group("gone", 0, 1, 0, 5)])
+    metrics.show_groups(Looked([Group("a", 0, 1, 0, 7)]))
+    assert seen and set(seen) == {5.0}
+    assert registry.get_sample_value("belayer_group_lag", {"group": "a", "shard": "0"}) == 7
+    assert registry.get_sample_value("belayer_group_lag", {"group": "gone", "shard": "0"}) is None
 
 
 def test_what_is_counted_is_in_the_metrics_and_on_the_span() -> None:
