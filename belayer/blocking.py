@@ -12,8 +12,9 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from belayer.client import CHUNK_S, CHUNK_TOKENS, Trajectory
+from belayer.client import CHUNK_S, CHUNK_TOKENS, OPENED_S, Trajectory
 from belayer.journal.connect import open_store, with_archive
+from belayer.journal.limits import LIMITS, Limits
 from belayer.projections.trajectory import Boundary, TrajectoryState
 
 T = TypeVar("T")
@@ -62,13 +63,26 @@ class BlockingJournal:
             raise
 
     def trajectory(
-        self, name: str, *, writer: str = "rollout", chunk_tokens: int = CHUNK_TOKENS, chunk_s: float = CHUNK_S
+        self,
+        name: str,
+        *,
+        writer: str = "rollout",
+        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_s: float = CHUNK_S,
+        timeout_s: float = OPENED_S,
+        limits: Limits = LIMITS,
     ) -> BlockingTrajectory:
         """Open a new trajectory or resume one; see `belayer.client.Trajectory.open`."""
-        opened = self.call(
-            Trajectory.open(self._store, name, writer=writer, chunk_tokens=chunk_tokens, chunk_s=chunk_s)
+        opening = Trajectory.open(
+            self._store,
+            name,
+            writer=writer,
+            chunk_tokens=chunk_tokens,
+            chunk_s=chunk_s,
+            timeout_s=timeout_s,
+            limits=limits,
         )
-        return BlockingTrajectory(self, opened)
+        return BlockingTrajectory(self, self.call(opening))
 
     def close(self) -> None:
         """Close the connection and stop the loop."""
@@ -90,7 +104,8 @@ class BlockingJournal:
 
 
 class BlockingTrajectory:
-    """`belayer.client.Trajectory`, blocking. Use it in one thread at a time."""
+    """`belayer.client.Trajectory`, blocking: the same calls with the same arguments, which are explained there. Use it
+    in one thread at a time."""
 
     def __init__(self, journal: BlockingJournal, trajectory: Trajectory) -> None:
         self._journal = journal
@@ -98,6 +113,7 @@ class BlockingTrajectory:
 
     @property
     def state(self) -> TrajectoryState:
+        """The fold of what the journal has acknowledged."""
         return self._trajectory.state
 
     def start(self, run: str, task: str, prompt: Iterable[int], labels: Mapping[str, str] | None = None) -> None:
@@ -141,6 +157,9 @@ class BlockingTrajectory:
 
     def abort(self, reason: str) -> None:
         self._journal.call(self._trajectory.abort(reason))
+
+    def flush(self) -> None:
+        self._journal.call(self._trajectory.flush())
 
     def close(self) -> None:
         self._journal.call(self._trajectory.close())

@@ -52,6 +52,8 @@ from belayer.projections.trajectory_rules import problem_of
 
 CHUNK_TOKENS = 256
 CHUNK_S = 0.1
+OPENED_S = 120.0
+"""How long a recovery is waited for."""
 
 
 class _Buffer:
@@ -98,7 +100,7 @@ class Trajectory:
         writer: str = "rollout",
         chunk_tokens: int = CHUNK_TOKENS,
         chunk_s: float = CHUNK_S,
-        timeout_s: float = 120.0,
+        timeout_s: float = OPENED_S,
         limits: Limits = LIMITS,
     ) -> Trajectory:
         """Open a new trajectory or resume one: take its epoch, fencing off whoever wrote it before.

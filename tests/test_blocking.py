@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import sys
 from pathlib import Path
 
 import pytest
 
-from belayer.blocking import BlockingJournal, new_event_loop
+from belayer.blocking import BlockingJournal, BlockingTrajectory, new_event_loop
+from belayer.client import Trajectory
 from belayer.errors import ArchivedError, InputError, JournalUnavailableError, ProtocolError
 from belayer.projections.trajectory import Boundary
 from tests.cli.command import belayer
@@ -74,3 +76,19 @@ def test_uvloop_is_used_when_it_is_installed(installed: bool, monkeypatch: pytes
     assert (type(loop).__module__ == "uvloop") is installed
     assert isinstance(loop, asyncio.AbstractEventLoop)
     loop.close()
+
+
+def test_it_has_every_call_of_the_asynchronous_client_with_the_same_arguments() -> None:
+    def calls(kind: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(call).parameters)
+            for name, call in vars(kind).items()
+            if inspect.isfunction(call) and not name.startswith("_")
+        }
+
+    assert calls(BlockingTrajectory) == calls(Trajectory)
+    opened = inspect.signature(Trajectory.open).parameters
+    blocking = inspect.signature(BlockingJournal.trajectory).parameters
+    assert {name: opened[name].default for name in opened if name != "store"} == {
+        name: blocking[name].default for name in blocking if name != "self"
+    }
