@@ -86,8 +86,10 @@ class BlockingJournal:
 
     def close(self) -> None:
         """Close the connection and stop the loop."""
-        self.call(self._store.close())
-        self._stop()
+        try:
+            self.call(self._store.close())
+        finally:
+            self._stop()
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

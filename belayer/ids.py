@@ -14,6 +14,7 @@ from belayer.errors import InputError
 EVENT_ID_BYTES = 16
 _DRAWN_AT_ONCE = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+_MADE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
 
 
 class StreamKind(enum.StrEnum):
@@ -52,6 +53,13 @@ def checked_name(name: str) -> str:
         raise InputError(
             f"{name!r} is not a usable name; expected 1 to 128 of A-Z a-z 0-9 . _ - and a letter or digit first"
         )
+    return name
+
+
+def checked_made_name(name: str) -> str:
+    """The same for a container's or a checkpoint's name, which is made of its trajectory's and longer."""
+    if not _MADE.match(name):
+        raise InputError(f"{name!r} is not the name of a container or a checkpoint; `belayer checkpoints` lists some")
     return name
 
 

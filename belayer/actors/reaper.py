@@ -60,9 +60,12 @@ class Reaper:
         history = await Reader(self._store, ids.trajectory(name), from_mark=True).catch_up()
         prefix = trajectory.fold(history)
         if mark_of(history) is not None:
-            await self._remove_things(name)  # the journal says 'removed'; who said so may have died before he did it
+            await self._remove_things(name, None)  # it says 'removed'; who said so may have died before he did it
         elif prefix.phase in ("finished", "aborted"):
-            await self._remove_sandbox(name, f"the trajectory is {prefix.phase}")
+            if (await look(self._store, name)).container is None:
+                await self._remove_things(name, prefix.run)  # its rollout may have died before the journal knew of one
+            else:
+                await self._remove_sandbox(name, f"the trajectory is {prefix.phase}")
 
     async def _remove_sandbox(self, name: str, reason: str) -> None:
         state = await look(self._store, name)
@@ -72,13 +75,13 @@ class Reaper:
             writer, history = await take_over(self._store, ids.sandbox(name), self._by)
             state = sandbox.fold(history)
             await writer.append(SandboxRemoved(state.incarnation, reason))
-        await self._remove_things(name)
+        await self._remove_things(name, state.run)
 
-    async def _remove_things(self, name: str) -> None:
-        """What this host has of the trajectory's sandbox."""
-        for incarnation in await self._incarnations(name):
+    async def _remove_things(self, name: str, run: str | None) -> None:
+        """What this host has of the trajectory's sandbox; of that run, for another journal's may have the same name."""
+        for incarnation in await self._incarnations(name, run):
             await self._sandboxes.remove(incarnation)
-        for checkpoint in await self._sandboxes.checkpoints():
+        for checkpoint in await self._sandboxes.checkpoints(run):
             if is_checkpoint_of(name, checkpoint):
                 await self._sandboxes.remove_checkpoint(checkpoint)
 
@@ -88,12 +91,12 @@ class Reaper:
         if state.phase != "live" or state.container is None or state.container.host != self._host_name:
             return
         current = incarnation_epoch(name, state.incarnation)
-        for incarnation in await self._incarnations(name):
+        for incarnation in await self._incarnations(name, state.run):
             if incarnation != state.incarnation and incarnation_epoch(name, incarnation) < current:
                 await self._sandboxes.remove(incarnation)
 
-    async def _incarnations(self, name: str) -> list[str]:
-        return [found for found in await self._sandboxes.incarnations() if incarnation_epoch(name, found) >= 0]
+    async def _incarnations(self, name: str, run: str | None) -> list[str]:
+        return [found for found in await self._sandboxes.incarnations(run) if incarnation_epoch(name, found) >= 0]
 
     async def _guard_run(self, name: str) -> None:
         """Wait for the run's end or its owner's, then remove what is left of it."""

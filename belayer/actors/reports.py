@@ -67,7 +67,7 @@ async def _report(
 ) -> bool:
     """Take the stream over only as it was seen: whoever came in between may be recovering already."""
     while True:
-        reader = Reader(store, stream)
+        reader = Reader(store, stream, from_mark=True)  # nothing is due of what is archived
         if not due(await reader.catch_up()):
             return False
         try:

@@ -64,7 +64,7 @@ async def _fork(name: str, count: int, run: str, whole: bool, url: str | None, n
     from belayer.sandbox.fork import fork as fork_checkpoint
 
     async with open_journal(url, namespace) as store, open_host(spares=0) as host:
-        trajectory, checkpoint, action = await _find(store, host, ids.checked_name(name))
+        trajectory, checkpoint, action = await _find(store, host, ids.checked_made_name(name))
         box = await look(store, trajectory)
         assert box.spec is not None, "a sandbox with checkpoints has been created"
         left_out = box.published[checkpoint].left_out

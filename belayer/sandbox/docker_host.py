@@ -26,7 +26,7 @@ from belayer.errors import (
     SandboxError,
     SandboxFailedError,
 )
-from belayer.ids import checked_name
+from belayer.ids import checked_made_name
 from belayer.journal.events import SandboxSpec
 from belayer.processes import host_name, is_alive, kill, start_ticks
 from belayer.sandbox import features, options
@@ -137,7 +137,7 @@ class DockerHost:
 
     async def remove(self, incarnation: str) -> None:
         """Kill and remove the container and its folders, whatever state they are in. Nothing there is fine."""
-        owner = self._home.owner(checked_name(incarnation))
+        owner = self._home.owner(checked_made_name(incarnation))
         restoring = self._home.restore_folder(incarnation)
         if restoring.exists():  # a runc that hangs in a restore, a daemon that still brings pages
             await asyncio.to_thread(kill_users_of, restoring)
@@ -164,10 +164,8 @@ class DockerHost:
                 await self.remove(name)
             if not names:
                 break
-        for name in await self.checkpoints():
-            with suppress(RestoreFailedError):
-                if read_manifest(self.checkpoint_path(name)).run == run:
-                    await self.remove_checkpoint(name)
+        for name in await self.checkpoints(run):
+            await self.remove_checkpoint(name)
         await asyncio.to_thread(self._home.remove_leftovers)
 
     async def incarnations(self, run: str | None = None) -> list[str]:
@@ -187,7 +185,7 @@ class DockerHost:
         """full_checkpoint; see `capture.py`. Cancelling it gives up, thaws and cleans up before it returns."""
         if not await self.is_alive(incarnation):
             raise SandboxFailedError(incarnation.name, f"process 1 (host pid {incarnation.pid}) is gone")
-        checked_name(checkpoint)
+        checked_made_name(checkpoint)
         try:
             container = await asyncio.to_thread(self._containers.inspect, incarnation.container_id)
         except DockerRefusedError as error:
@@ -244,7 +242,7 @@ class DockerHost:
             raise RestoreFailedError(checkpoint, f"it holds action {manifest.action}, not {action}")
         await asyncio.to_thread(self._check_machine, manifest)
         await asyncio.to_thread(verify, folder, manifest)
-        if self._home.run_folder(checked_name(incarnation)).exists():  # its folder is there before a container is
+        if self._home.run_folder(checked_made_name(incarnation)).exists():  # its folder is there before a container is
             await self.remove(incarnation)
         owner = Owner(run, trajectory, spec, manifest.image_digest, traits=manifest.traits)
         try:
@@ -262,16 +260,21 @@ class DockerHost:
 
     async def remove_checkpoint(self, checkpoint: str) -> None:
         """Remove a checkpoint's files, at once or when nobody uses them any more. Nothing there is fine."""
-        await asyncio.to_thread(self._home.remove_checkpoint, checked_name(checkpoint))
+        await asyncio.to_thread(self._home.remove_checkpoint, checked_made_name(checkpoint))
 
     def in_use(self, checkpoint: str) -> AbstractContextManager[None]:
         """Keep a checkpoint's files until the end, whoever removes it meanwhile. None there is fine."""
-        return self._home.in_use(checked_name(checkpoint))
+        return self._home.in_use(checked_made_name(checkpoint))
 
-    async def checkpoints(self) -> list[str]:
-        """All published checkpoints here. What dead checkpointers left is removed on the way."""
+    async def checkpoints(self, run: str | None = None) -> list[str]:
+        """All published checkpoints here (of one run). What dead checkpointers left is removed on the way."""
         await asyncio.to_thread(self._home.remove_leftovers)
-        return self._home.published()
+        return [name for name in self._home.published() if run is None or self._is_of(name, run)]
+
+    def _is_of(self, checkpoint: str, run: str) -> bool:
+        with suppress(RestoreFailedError):
+            return read_manifest(self.checkpoint_path(checkpoint)).run == run
+        return False
 
     def checkpoint_path(self, checkpoint: str) -> Path:
         """Where a published checkpoint lies."""

@@ -66,7 +66,7 @@ class Home:
     # --- containers ---
 
     def run_folder(self, incarnation: str) -> Path:
-        return self._run / ids.checked_name(incarnation)
+        return self._run / ids.checked_made_name(incarnation)
 
     def control_folder(self, incarnation: str) -> Path:
         """In a folder of its own, on which a tmpfs is mounted (`mount_bounded`)."""
@@ -137,7 +137,7 @@ class Home:
     # --- checkpoints ---
 
     def checkpoint(self, name: str) -> Path:
-        return self._checkpoints / ids.checked_name(name)
+        return self._checkpoints / ids.checked_made_name(name)
 
     def published(self) -> list[str]:
         """All published checkpoints but those whose removal waits for a user."""
@@ -152,7 +152,7 @@ class Home:
     @contextmanager
     def partial(self, name: str) -> Iterator[Path]:
         """A folder to make a checkpoint in. Unless it is published in here it is removed at the end."""
-        folder = self._checkpoints / f".partial-{ids.checked_name(name)}-{ids.new_suffix()}"
+        folder = self._checkpoints / f".partial-{ids.checked_made_name(name)}-{ids.new_suffix()}"
         folder.mkdir(mode=0o700)
         fd = os.open(folder, FOLDER)
         try:

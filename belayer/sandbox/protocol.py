@@ -146,8 +146,8 @@ class SandboxHost(Protocol):
         """Names of all containers of ours here (of one run), dead or alive."""
         ...
 
-    async def checkpoints(self) -> list[str]:
-        """All published checkpoints here."""
+    async def checkpoints(self, run: str | None = None) -> list[str]:
+        """All published checkpoints here (of one run)."""
         ...
 
     def checkpoint_path(self, checkpoint: str) -> Path:

@@ -189,8 +189,8 @@ class ModelHost:
     async def incarnations(self, run: str | None = None) -> list[str]:
         return [name for name, container in self.containers.items() if run in (None, container.run)]
 
-    async def checkpoints(self) -> list[str]:
-        return list(self.saved)
+    async def checkpoints(self, run: str | None = None) -> list[str]:
+        return [name for name, saved in self.saved.items() if run in (None, saved.run)]
 
     def checkpoint_path(self, checkpoint: str) -> Path:
         raise NotImplementedError("a model has no files")

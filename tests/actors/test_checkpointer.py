@@ -47,10 +47,10 @@ class SlowHost(ModelHost):
         return await super().checkpoint(incarnation, checkpoint, action, since, hold)
 
 
-async def one_action(store: MemoryStore, host: ModelHost) -> None:
+async def one_action(store: MemoryStore, host: ModelHost, run: str = "run") -> None:
     t = await Trajectory.open(store, NAME)
-    await t.start("run", "task", [1])
-    box = await create_sandbox(store, host, "run", NAME, SandboxSpec("image"), "rollout")
+    await t.start(run, "task", [1])
+    box = await create_sandbox(store, host, run, NAME, SandboxSpec("image"), "rollout")
     assert box.container is not None
     await t.begin_generation()
     await t.append_tokens([7], [0.0])

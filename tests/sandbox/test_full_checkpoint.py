@@ -18,7 +18,7 @@ from belayer.sandbox.limits import Limits
 from belayer.sandbox.manifest import FILE_NAME, boot_id, read_manifest
 from belayer.sandbox.options import PROCESSES
 from belayer.sandbox.protocol import CheckpointReport
-from tests.sandbox.conftest import IMAGE, SPEC, Bench
+from tests.sandbox.conftest import IMAGE, SPEC, Bench, Live
 from tests.waiting import within
 
 pytestmark = pytest.mark.sandbox
@@ -299,3 +299,14 @@ async def test_a_machine_that_lacks_room_is_at_fault_and_not_the_checkpoint(benc
             await full.restore(bench.run, bench.trajectory, bench.name(), SPEC, checkpoint, 0)
     with pytest.raises(RestoreFailedError):
         await bench.restore(checkpoint, 0)
+
+
+async def test_names_as_long_as_the_longest_trajectorys_make_them(bench: Bench) -> None:
+    longest = f"{bench.run}-{'t' * 128}"[:128]
+    made = await bench.host.create(bench.run, longest, f"belayer-{longest}-e1234567-2-0123abcd", SPEC)
+    live = Live(bench, await bench.host.attach(made), 0)
+    await live.sh("echo kept > file; sleep 1000 &")
+    checkpoint = f"{longest}-b123456-e1234567-0123abcd"
+    await bench.host.checkpoint(live.incarnation, checkpoint, 1)
+    back = await bench.host.restore(bench.run, longest, f"belayer-{longest}-e1234569-2-0123abcd", SPEC, checkpoint, 1)
+    assert await Live(bench, await bench.host.attach(back), 1).sh("cat file; pgrep -c sleep") == "kept\n1\n"
