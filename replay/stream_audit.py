@@ -65,6 +65,10 @@ class StreamAudit:
             for _, entry in entries:
                 self._take(entry)
 
+    def unreadable(self, problem: str) -> None:
+        """What comes next is no entry, so nobody knows where the one after it begins."""
+        self._chain.unreadable(self._chain.sequence + 1, problem)
+
     def close(self) -> StreamResult:
         """The stream has ended."""
         kind, whole = self._kind, self._chain.whole

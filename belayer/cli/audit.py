@@ -60,6 +60,7 @@ def audit(
 
 async def _audit_live(url: str | None, namespace: str, archive: str | None) -> tuple[str, Report]:
     """Each stream as it is when its turn comes; the checks between streams allow for that."""
+    from belayer.errors import CodecError
     from belayer.journal.writer import check_archived
     from replay.audit import JournalAudit
     from replay.stream_audit import StreamAudit
@@ -69,8 +70,18 @@ async def _audit_live(url: str | None, namespace: str, archive: str | None) -> t
     async with open_journal(url, namespace, archive) as store:
         for stream in await store.streams():
             one = StreamAudit(stream, store.keyring)
-            sequence = 0
-            while entries := await store.read(stream, sequence, _PAGE):
+            sequence, page = 0, _PAGE
+            while True:
+                try:
+                    entries = await store.read(stream, sequence, page)
+                except CodecError as error:
+                    if page == 1:
+                        one.unreadable(error.problem)
+                        break
+                    page = 1  # all that comes before it
+                    continue
+                if not entries:
+                    break
                 check_archived(stream, sequence, entries[0])
                 one.feed((stream, entry) for entry in entries)
                 sequence = entries[-1].last_sequence

@@ -16,6 +16,7 @@ from belayer.journal.events import EpochStarted
 from belayer.journal.writer import StreamWriter
 from tests.archives import end_trajectory, write_trajectory
 from tests.cli.command import assert_one_line_error, belayer
+from tests.journal.faults import command
 
 NEWER = ids.trajectory("newer")
 DAMAGED = ids.trajectory("damaged")
@@ -76,3 +77,19 @@ async def test_a_damaged_beginning_is_a_problem_that_verify_names(
     verified = belayer("archive", "verify", *journal, "--archive", str(tmp_path), "--json")
     assert verified.returncode == 1, verified.stdout + verified.stderr
     assert any("trajectory/lost" in problem for problem in json.loads(verified.stdout)["problems"])
+
+
+async def test_an_entry_that_is_none_is_a_finding_and_the_audit_goes_on(redis_url: str, namespace: str) -> None:
+    """Not even its number of events can be read; the audit ended there, and said nothing of the other streams."""
+    store = await open_store(redis_url, namespace=namespace)
+    for name in ("a", "z"):
+        await write_trajectory(store, name)
+    await store.close()
+    key = f"{{belayer:{namespace}:0}}:s:trajectory/a"
+    await command(redis_url, "XADD", key, "1-99", "e", b"\xc0")
+    done = belayer("audit", "--url", redis_url, "--namespace", namespace, "--json")
+    said = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr
+    assert [(one["stream"], one["check"]) for one in said["findings"]] == [("trajectory/a", "encoding")]
+    assert said["streams"] == {"sandbox": 2, "trajectory": 2}
+    assert said["entries"] > 12
