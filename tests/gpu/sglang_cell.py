@@ -142,7 +142,7 @@ async def run_through_a_failure(
     await cell.host.promote(cell.main)
     await events.aclose()
     await cell.host.kill(old)
-    await asyncio.wait(streams, timeout=30)
+    await asyncio.wait(streams, timeout=DEADLINE_S)
     assert all(0 < len(part) < TOKENS for part in parts), "the failure came too late to break the streams"
     await asyncio.gather(*(ask(cell, f"{tag}{n}r", PROMPTS[n], parts[n], f"{tag}{n}") for n in range(len(PROMPTS))))
     return parts, kinds

@@ -28,7 +28,7 @@ async def test_taken_over_while_the_dead_engine_writes_on_the_tokens_are_the_sam
     assert (await within(first_event)).kind == "dying"
     for stream in streams:
         stream.cancel()
-    await asyncio.wait(streams, timeout=30)
+    await asyncio.wait(streams, timeout=DEADLINE_S)
     old, cell.main = cell.main, cell.shadows.pop(0)
     with MemoryClient.connect(cell.folder / "memory.sock", "test", "control")[0] as client:
         promote = wire.Promote(cell.main.incarnation, False, True, True, DEADLINE_S)

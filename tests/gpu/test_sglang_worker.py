@@ -159,8 +159,8 @@ async def cell(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cell]:
             await host.kill(process_of(engine))
 
 
-async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals) -> tuple[FailureDetected, float]:
-    """Strike the main while it streams; all streams end with the undisturbed tokens. What was detected, and when."""
+async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals) -> FailureDetected:
+    """Strike the main while it streams; all streams end with the undisturbed tokens. What was detected."""
     state = await cell.ready()
     assert state.serving is not None and state.shadow is not None
     parts: list[list[int]] = [[] for _ in PROMPTS]
@@ -172,7 +172,6 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
     else:
         status = await cell.host.status()
         os.kill(next(engine.pid for engine in status.engines if engine.holds_arena), strike)
-    struck_ns = time.time_ns()
     assert any(len(part) < TOKENS for part in parts), "the failure came too late to break a stream"
     failed = await cell.event(FailureDetected, state.main)
     handover = (await cell.event(HandoverCompleted, state.main)).event
@@ -183,7 +182,7 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
     assert handover.adopted_tokens > 0 and sum(handover.phases_s.values()) <= handover.handover_s + 0.01
     await within(asyncio.gather(*streams))
     assert parts == cell.undisturbed
-    return failed.event, (failed.time_ns - struck_ns) / 1e9
+    return failed.event
 
 
 @pytest.mark.parametrize(
@@ -196,16 +195,14 @@ async def fail_in_mid_stream(cell: Cell, tag: str, strike: str | signal.Signals)
     ],
 )
 async def test_a_crash_is_seen_at_once(cell: Cell, strike: str | signal.Signals, said: str) -> None:
-    failed, after_s = await fail_in_mid_stream(cell, f"{strike}-", strike)
+    failed = await fail_in_mid_stream(cell, f"{strike}-", strike)
     assert failed.kind == "died" and said in failed.evidence
-    assert after_s < 2.0, "the goal is 0.15 s; a loaded machine gets more"
 
 
 @pytest.mark.parametrize("strike", ["deadlock", signal.SIGSTOP])
 async def test_a_hang_is_seen_by_its_silence(cell: Cell, strike: str | signal.Signals) -> None:
-    failed, after_s = await fail_in_mid_stream(cell, f"{strike}-", strike)
+    failed = await fail_in_mid_stream(cell, f"{strike}-", strike)
     assert failed.kind == "hung" and "was silent for" in failed.evidence
-    assert 1.0 < after_s < 6.0, "the goal is 3 s; a loaded machine gets more"
 
 
 async def test_a_long_prefill_is_no_hang(cell: Cell) -> None:
