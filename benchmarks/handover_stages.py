@@ -176,7 +176,7 @@ def session_cpu_s(leader: int) -> float:
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = stat.read_text().rpartition(")")[2].split()
+            fields = stat.read_bytes().rpartition(b")")[2].split()  # a process's name may be no text
             if int(fields[3]) == leader:
                 ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
