@@ -24,5 +24,6 @@ def to_device(numbers: torch.Tensor, device: Any) -> torch.Tensor:
     if str(device) == "cpu":
         return numbers
     count = numbers.numel()
-    pinned = torch.empty(max(count, _LEAST_NUMBERS), dtype=numbers.dtype, pin_memory=True)[:count]
+    size = max(count, _LEAST_NUMBERS)
+    pinned = torch.empty(size, dtype=numbers.dtype, device="cpu", pin_memory=True)[:count]
     return pinned.copy_(numbers).to(device, non_blocking=True)
