@@ -86,11 +86,9 @@ async def _next(notices: Subscription, actor: Actor) -> Notice:
                 return notice
         except JournalUnavailableError as error:
             log.warning("the journal does not answer; asking again", actor=actor.name, error=str(error))
+            await asyncio.sleep(POLL_S)
         except CodecError as error:  # left for whoever can read it: a newer version, in the same group
             log.warning("a notice cannot be read", actor=actor.name, error=str(error))
-        else:
-            continue
-        await asyncio.sleep(POLL_S)
 
 
 async def _handle(

@@ -156,6 +156,7 @@ class RedisSubscription:
         XAUTOCLAIM looks at ten pending notices for each that it may claim, so it is called until it has been through
         them all, has found some, or has had its share of this look.
         """
+        self._claim_at = time.monotonic() + self._stale_after_s / 4  # also when one of them cannot be read
         stale_ms = str(math.ceil(self._stale_after_s * 1000))
         for shard, key in enumerate(self._controls):
             for _ in range(_CLAIM_CALLS):
@@ -165,8 +166,7 @@ class RedisSubscription:
                 self._add_ready(shard, reply[1])
                 if reply[0] == b"0-0" or self._ready:
                     break
-        if not self._ready:
-            self._claim_at = time.monotonic() + self._stale_after_s / 4
+        self._claim_at = 0.0 if self._ready else time.monotonic() + self._stale_after_s / 4
 
     async def _read_new(self, timeout_s: float) -> None:
         """The next new notice of any shard, or none when none comes in time.

@@ -6,6 +6,7 @@ import asyncio
 from typing import cast
 
 import pytest
+from redis.asyncio import Redis
 
 from belayer import ids
 from belayer.actors import service
@@ -17,7 +18,10 @@ from belayer.actors.sandbox_recovery import RESTORE_DEATHS, SandboxRecovery
 from belayer.actors.sandboxes import look
 from belayer.actors.worker_recovery import WorkerRecovery
 from belayer.client import Trajectory
-from belayer.errors import HostUnfitError
+from belayer.errors import HostUnfitError, JournalUnavailableError
+from belayer.ids import StreamId
+from belayer.journal.codec import Entry
+from belayer.journal.connect import open_store
 from belayer.journal.events import (
     CheckpointDiscarded,
     CheckpointPublished,
@@ -237,3 +241,46 @@ async def test_engines_that_are_waited_for_do_not_keep_sandboxes_waiting() -> No
     await within(recovered.wait())
     running.cancel()
     await asyncio.wait([running])
+
+
+class Uncertain(MemoryStore):
+    """Does not answer when a checkpoint is to be published for the first time."""
+
+    lost = 1
+
+    async def append(self, stream: StreamId, entry: Entry, notice_tag: str | None = None) -> None:
+        if notice_tag == "checkpoint-published" and self.lost:
+            self.lost -= 1
+            raise JournalUnavailableError("here", 0.0, "it is being restarted")
+        await super().append(stream, entry, notice_tag)
+
+
+async def test_a_capture_that_we_have_left_open_is_not_waited_for() -> None:
+    store, host = Uncertain(), ModelHost()
+    await one_action(store, host)
+    checkpointer = Checkpointer(store, host, "host", "one", patience_s=1000.0)
+    with pytest.raises(JournalUnavailableError):
+        await checkpointer.handle(NOTICE)
+    await asyncio.wait_for(checkpointer.handle(NOTICE), 10)
+    assert await captures(store) == [CheckpointStarted, CheckpointDiscarded, CheckpointStarted, CheckpointPublished]
+    assert list(host.saved) == list((await look(store, "t")).published)
+
+
+async def test_a_notice_that_cannot_be_read_ends_no_actor(redis_url: str, namespace: str) -> None:
+    """A newer version in the same group may have written it, and can read it."""
+    store = await open_store(redis_url, namespace=namespace)
+    client = Redis.from_url(redis_url)
+    actor = Failing(0)
+    actor.stale_after_s = 0.2
+    running = asyncio.create_task(run_actor(store, actor, "host", "host-1-ab"))
+    try:
+        await client.xadd(f"{{belayer:{namespace}:0}}:control", {"x": "y"})
+        writer, _ = await take_over(store, ids.trajectory("t"), "a")
+        await writer.append(TrajectoryStarted("run", "task", b""))
+        await asyncio.wait_for(actor.done.wait(), 30)
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await client.aclose()
+        await store.close()
