@@ -1,6 +1,7 @@
 # The commands of this repository. Each does by itself all the set-up that it needs.
 #
 #   make demo [ARGS="--seed 7"]   real agent trajectories survive the death of their engines and sandboxes
+#                                  the shortest: ARGS="--trajectories examples/trajectories/sqlfluff__sqlfluff-2419.traj.json --runs 1"
 #   make demo ENGINE=sglang        the same with a real SGLang on the CPU, installed in .venv-sglang if need be
 #   make test [ARGS="-k journal"]  the tests; those with a real SGLang too, for which it installs SGLang for the CPU once
 #                                  (2.5 GB in .venv-sglang); 'make test SGLANG=no' does without and skips them
