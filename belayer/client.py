@@ -254,7 +254,9 @@ class Trajectory:
         return self.state.boundary
 
     async def finish(self, reason: str, reward: float | None = None) -> None:
-        """The sample is complete."""
+        """The sample is complete. InputError when the reward is no finite number."""
+        if isinstance(reward, float) and not math.isfinite(reward):
+            raise InputError(f"the reward must be finite, not {reward}; leave it out when there is none")
         if await self._has_settled(TrajectoryFinished):
             return
         await self._append(TrajectoryFinished(reason, reward))

@@ -97,6 +97,7 @@ async def test_columns_of_different_length_are_refused_and_nothing_is_written(
         (3, lambda t: t.start_action("ls", None, "box"), "timeout_s is not usable"),
         (4, lambda t: t.commit_action(None, [1], b"", 0.1), "exit_status is not usable: Expected int, got None"),
         (3, lambda t: t.finish("done", "1.0"), "reward is not usable"),
+        (3, lambda t: t.finish("done", float("nan")), "the reward must be finite, not nan"),
     ],
 )
 async def test_a_value_of_a_wrong_type_is_refused_and_the_stream_stays_readable(
