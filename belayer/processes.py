@@ -32,13 +32,16 @@ def host_name() -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process started, in clock ticks after boot; 0 when there is no such process or only its zombie."""
+    """When the process started, in clock ticks after boot; 0 when there is no such process or only its zombie.
+
+    A process whose first thread alone has ended looks like a zombie, and its other threads (field 20) run on.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return 0
     state, *fields = stat[stat.rindex(b")") + 2 :].split()
-    return 0 if state in (b"Z", b"X") else int(fields[18])
+    return 0 if state in (b"Z", b"X") and int(fields[16]) <= 1 else int(fields[18])
 
 
 def is_alive(pid: int, ticks: int) -> bool:
@@ -65,8 +68,14 @@ def open_pidfd(pid: int, ticks: int) -> int | None:
 async def wait_exit(pid: int, ticks: int) -> None:
     """Return once the process has ended; at once when it already has. Needs no polling."""
     fd = open_pidfd(pid, ticks)
-    if fd is None:
-        return
+    if fd is not None:
+        try:
+            await _ended(fd)
+        finally:
+            os.close(fd)
+
+
+async def _ended(fd: int) -> None:
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     loop.add_reader(fd, lambda: ended.done() or ended.set_result(None))
@@ -74,7 +83,6 @@ async def wait_exit(pid: int, ticks: int) -> None:
         await ended
     finally:
         loop.remove_reader(fd)
-        os.close(fd)
 
 
 async def kill(pid: int, ticks: int, timeout_s: float = 10.0) -> None:
@@ -84,14 +92,13 @@ async def kill(pid: int, ticks: int, timeout_s: float = 10.0) -> None:
         return
     try:
         signal.pidfd_send_signal(fd, signal.SIGKILL)
+        await asyncio.wait_for(_ended(fd), timeout_s)
     except ProcessLookupError:
         return
-    finally:
-        os.close(fd)
-    try:
-        await asyncio.wait_for(wait_exit(pid, ticks), timeout_s)
     except TimeoutError:
         raise StillAliveError(pid, timeout_s) from None
+    finally:
+        os.close(fd)
 
 
 def exit_with_owner(owner_pid: int, owner_ticks: int = 0) -> None:
